@@ -1,0 +1,1 @@
+"""Bytes and time: pools, copies, fences, streams. Knows nothing of trees."""

@@ -1,0 +1,194 @@
+"""What engines share: admission, dependencies, the choice of the next ticket, accounting."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable
+
+from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch
+from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket
+from phloem.cuda_streams.fences import Fence, Post, Stream
+from phloem.errors import EngineDead, InvalidRequest, RuntimeClosed
+
+__all__ = ["Dispatcher", "Fault"]
+
+Fault = Callable[[Ticket, int], None]
+"""Called before each model layer of each ticket. Raising fails the ticket; raising EngineDead
+stands for a lost device and ends the engine."""
+
+
+class Dispatcher:
+    """Keeps tickets until they may start and hands them out, lowest (priority, seq) first.
+
+    Engines call `take`, run the copy, and call `finish`. Thread-safe. `_woken` tells the engine
+    that a channel has a ticket to take; it is called without the lock.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._closed = False
+        self._dead: BaseException | None = None
+        # Under the lock. A ticket is in `_blockers` while it waits, then once in `_ready`: when it
+        # may start, or earlier when `take` is to end it. Nothing but `take` ends a queued ticket.
+        self._open: dict[int, Ticket] = {}
+        self._blockers: dict[int, int] = {}
+        self._ready: dict[Channel, list[tuple[int, int]]] = {channel: [] for channel in CHANNELS}
+        self._inflight: dict[Channel, int] = dict.fromkeys(CHANNELS, 0)
+
+    # -- the loop
+
+    def submit(self, batch: CopyBatch) -> Ticket:
+        """Queue a batch; see `CopyEngine.submit`."""
+        waits = [fence.quiesced if isinstance(fence, Ticket) else fence for fence in batch.after]
+        waits += [ticket.quiesced for ticket in batch.requires]
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDead(str(self._dead)) from self._dead
+            if self._closed:
+                raise RuntimeClosed("the copy engine is closed")
+            ticket = Ticket(self._seq, batch, self._post, self._cancelled)
+            self._seq += 1
+            self._open[ticket.seq] = ticket
+            self._inflight[batch.channel] += batch.nbytes
+            self._blockers[ticket.seq] = len(waits) + 1  # + 1: not before all are hooked
+        ticket.quiesced.add_hook(lambda: self._forget(ticket))
+        for fence in waits:
+            fence.add_hook(lambda: self._unblock(ticket))
+        self._unblock(ticket)
+        return ticket
+
+    def inflight_bytes(self, channel: Channel | None = None) -> int:
+        """Bytes of the tickets that are not done, of one channel or of all."""
+        with self._lock:
+            return sum(self._inflight.values()) if channel is None else self._inflight[channel]
+
+    @property
+    def dead(self) -> BaseException | None:
+        """Why the engine is dead, if it is."""
+        return self._dead
+
+    def record(self, stream: Stream | None) -> Fence:
+        """See `CopyEngine.record`. Raises InvalidRequest without a stream: none is ambient."""
+        if stream is None:
+            raise InvalidRequest("name the stream: there is no ambient current one")
+        return stream.record()
+
+    async def drain(self) -> None:
+        """See `CopyEngine.drain`. A cancelled caller leaves nothing behind."""
+        with self._lock:
+            tickets = tuple(self._open.values())
+        for ticket in tickets:
+            await ticket.ended()
+
+    # -- any thread
+
+    def take(self, channel: Channel) -> Ticket | None:
+        """The next ticket to run, started; or None. Ends those that cannot run on the way."""
+        while (ticket := self._pop(channel)) is not None:
+            error = self._refusal(ticket)
+            if error is None:
+                ticket.started()
+                return ticket
+            self.finish(ticket, error)
+        return None
+
+    def finish(self, ticket: Ticket, error: BaseException | None = None) -> None:
+        """The ticket's memory is left alone; EngineDead as `error` ends the engine."""
+        with self._lock:
+            self._inflight[ticket.batch.channel] -= ticket.batch.nbytes
+        ticket.finish(error)
+        if isinstance(error, EngineDead) and self._dead is None:
+            self.kill(error)
+
+    def interrupted(self, ticket: Ticket) -> BaseException | None:
+        """Why a running ticket should stop at the next layer boundary, if it should."""
+        if self._dead is not None:
+            return _dead_error(self._dead)
+        if ticket.cancel_asked or self._closed:
+            return CopyCancelled(f"{ticket!r} was cancelled after {ticket.layers_done} layers")
+        return None
+
+    def kill(self, error: BaseException) -> None:
+        """The device is lost: everything queued fails, nothing more is accepted. Idempotent."""
+        with self._lock:
+            if self._dead is None:
+                self._dead = error
+        self._flush()
+
+    def stop(self) -> None:
+        """Refuse new batches and cancel what is queued. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._flush()
+
+    # -- inside
+
+    def _woken(self, channel: Channel) -> None:
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        """Bring every waiting ticket to where `take` will end it."""
+        with self._lock:
+            for seq in self._blockers:
+                self._push(self._open[seq])
+            self._blockers.clear()
+        for channel in CHANNELS:
+            self._woken(channel)
+
+    def _push(self, ticket: Ticket) -> None:
+        key = (ticket.batch.priority, ticket.seq)
+        heapq.heappush(self._ready[ticket.batch.channel], key)
+
+    def _pop(self, channel: Channel) -> Ticket | None:
+        with self._lock:
+            ready = self._ready[channel]
+            return self._open[self._choose(ready)[1]] if ready else None
+
+    def _choose(self, ready: list[tuple[int, int]]) -> tuple[int, int]:
+        """Take one key out of a heap that is not empty; engines that fuzz the order override it."""
+        return heapq.heappop(ready)
+
+    def _unblock(self, ticket: Ticket) -> None:
+        with self._lock:
+            left = self._blockers.get(ticket.seq)
+            if left is None:  # it has ended early
+                return
+            if left > 1:
+                self._blockers[ticket.seq] = left - 1
+                return
+            del self._blockers[ticket.seq]
+            self._push(ticket)
+        self._woken(ticket.batch.channel)
+
+    def _cancelled(self, ticket: Ticket) -> None:
+        with self._lock:
+            if self._blockers.pop(ticket.seq, None) is None:
+                return
+            self._push(ticket)
+        self._woken(ticket.batch.channel)
+
+    def _forget(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._open.pop(ticket.seq, None)
+
+    def _refusal(self, ticket: Ticket) -> BaseException | None:
+        if self._dead is not None:
+            return _dead_error(self._dead)
+        if ticket.cancel_asked or self._closed:
+            why = "it was asked for" if ticket.cancel_asked else "the engine closed"
+            return CopyCancelled(f"{ticket!r} never started: {why}")
+        for needed in ticket.batch.requires:
+            if needed.error is not None:
+                failure = CopyFailed(f"{ticket!r} needs {needed!r}, which ended without its data")
+                failure.__cause__ = needed.error
+                return failure
+        return None
+
+
+def _dead_error(cause: BaseException) -> EngineDead:
+    error = EngineDead(str(cause))
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,213 @@
+"""Pools: the tensors that pages and slots live in, and the same memory as rows of bytes.
+
+A model sees tensors by layer, indexed by page id or slot. Copies see a `RowPool`: row `i` is page
+`i` (or slot `i`), and each model layer contributes zero or more *parts* to it:
+
+    device, kv        part of a layer:  [ K of the page | pad | V of the page | pad ]
+    device, states    one part for each named state of a layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from phloem.cuda_streams.specs import KVSpec, Layered, LayerSpec, StateSpec, aligned, torch_dtype
+from phloem.errors import InvalidRequest
+
+__all__ = ["DevicePools", "LayerKV", "RowPool", "Tier"]
+
+Tier = Literal["device", "host"]
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _word_bytes(part: Tensor) -> int:
+    """The widest word that `part` (uint8 [rows, bytes]) can be seen in."""
+    sizes = (part.shape[1], part.stride(0), part.storage_offset())
+    return next(word for word in _WORDS if all(size % word == 0 for size in sizes))
+
+
+class RowPool:
+    """`count` rows of bytes, each with its parts by model layer.
+
+    Ids are row numbers: page ids for a KV pool, slots for a state pool. Two pools with equal
+    `part_bytes` can be copied between, whatever their physical order.
+    """
+
+    def __init__(
+        self, name: str, tier: Tier, count: int, layers: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """`layers[l]` are the parts of model layer `l`: uint8 [count, bytes], dense in a row."""
+        for parts in layers:
+            for part in parts:
+                shape_ok = part.dtype == torch.uint8 and part.dim() == 2
+                if not shape_ok or part.shape[0] != count or part.stride(1) != 1:
+                    raise InvalidRequest(
+                        f"pool {name!r}: a part must be uint8 [{count}, bytes], dense in a row, "
+                        f"not {part.dtype} {tuple(part.shape)} with strides {part.stride()}"
+                    )
+        self.name = name
+        self.tier: Tier = tier
+        self.count = count
+        self.part_bytes = tuple(tuple(part.shape[1] for part in parts) for parts in layers)
+        self._parts = tuple(tuple(parts) for parts in layers)
+        self._words = tuple(tuple(_word_bytes(part) for part in parts) for parts in layers)
+
+    def __repr__(self) -> str:
+        return f"RowPool({self.name!r}, {self.tier}, {self.count} rows of {self.row_bytes} bytes)"
+
+    @property
+    def layers(self) -> int:
+        """The number of model layers, those without a part included."""
+        return len(self._parts)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all layers."""
+        return sum(map(sum, self.part_bytes))
+
+    def parts(self, layer: int) -> tuple[Tensor, ...]:
+        """The parts of a model layer as uint8 [count, bytes]; empty if it keeps nothing here."""
+        return self._parts[layer]
+
+    def pairs(self, layer: int, other: RowPool) -> list[tuple[Tensor, Tensor]]:
+        """(own part, other's part) of a layer, as [count, words] of the widest common word.
+
+        The pools must have equal `part_bytes`.
+        """
+        out: list[tuple[Tensor, Tensor]] = []
+        words = zip(self._words[layer], other._words[layer], strict=True)
+        for own, its, both in zip(self._parts[layer], other._parts[layer], words, strict=True):
+            word = _WORDS[min(both)]
+            out.append((own.view(word), its.view(word)))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Keys and values of one layer: [pages, page_size, heads, dim] each, indexed by page id."""
+
+    k: Tensor
+    v: Tensor
+
+
+def _typed(rows: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
+    """uint8 [n, bytes] as [n, *shape] of `dtype`; a view."""
+    return torch.unflatten(rows.view(torch_dtype(dtype)), 1, shape)
+
+
+def _kv_layer(
+    spec: KVSpec, pages: int, page_size: int, device: torch.device
+) -> tuple[LayerKV, Tensor]:
+    k_bytes, v_bytes = page_size * spec.key_bytes, page_size * spec.value_bytes
+    v_start = aligned(k_bytes)
+    rows = torch.zeros((pages, v_start + aligned(v_bytes)), dtype=torch.uint8, device=device)
+    k = _typed(rows[:, :k_bytes], spec.dtype, (page_size, *spec.key))
+    v = _typed(rows[:, v_start : v_start + v_bytes], spec.dtype, (page_size, *spec.value))
+    return LayerKV(k, v), rows
+
+
+def _state(spec: StateSpec, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows = torch.zeros((slots, aligned(spec.nbytes)), dtype=torch.uint8, device=device)
+    return _typed(rows[:, : spec.nbytes], spec.dtype, spec.shape), rows
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePools:
+    """The device tier. Page 0 and slot 0 are never granted: padded rows may write there.
+
+    `kv[layer].k` and `.v` are [pages, page_size, heads, dim]; `states[layer][name]` is
+    [slots, *shape]. Layers that keep no KV (no state) are not in `kv` (`states`). Both are views
+    of the rows of `kv_rows` and `state_rows`, which copies work on.
+    """
+
+    page_size: int
+    kv: Mapping[int, LayerKV]
+    states: Mapping[int, Mapping[str, Tensor]]
+    kv_rows: RowPool
+    state_rows: RowPool
+    device: torch.device
+
+    @classmethod
+    def allocate(
+        cls,
+        layout: Layered,
+        *,
+        pages: int,
+        states: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+    ) -> DevicePools:
+        """Zeroed pools of `pages` pages and `states` slots, the reserved ones included.
+
+        Raises InvalidRequest for sizes below one. What no layer keeps takes no bytes.
+        """
+        layers = layout.layers
+        _check_sizes(layers, pages, states, page_size)
+        where = torch.device(device)
+        kv: dict[int, LayerKV] = {}
+        by_name: dict[int, dict[str, Tensor]] = {}
+        kv_parts: list[list[Tensor]] = []
+        state_parts: list[list[Tensor]] = []
+        # Outside inference mode, whoever calls: an inference tensor could not be written later.
+        with torch.inference_mode(False):
+            for number, layer in enumerate(layers):
+                kv_parts.append([])
+                state_parts.append([])
+                if layer.kv is not None:
+                    kv[number], rows = _kv_layer(layer.kv, pages, page_size, where)
+                    kv_parts[-1].append(rows)
+                for spec in layer.states:
+                    tensor, rows = _state(spec, states, where)
+                    by_name.setdefault(number, {})[spec.name] = tensor
+                    state_parts[-1].append(rows)
+        return cls(
+            page_size=page_size,
+            kv=kv,
+            states=by_name,
+            kv_rows=RowPool("device kv", "device", pages, kv_parts),
+            state_rows=RowPool("device states", "device", states, state_parts),
+            device=where,
+        )
+
+    @property
+    def pages(self) -> int:
+        """Pages, the reserved page 0 included."""
+        return self.kv_rows.count
+
+    @property
+    def slots(self) -> int:
+        """State slots, the reserved slot 0 included."""
+        return self.state_rows.count
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, padding included."""
+        return self.kv_rows.row_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one state slot over all layers, padding included."""
+        return self.state_rows.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages and slots."""
+        return self.pages * self.page_bytes + self.slots * self.slot_bytes
+
+
+def _check_sizes(layers: Sequence[LayerSpec], pages: int, states: int, page_size: int) -> None:
+    if page_size < 1:
+        raise InvalidRequest(f"page_size is {page_size}; at least 1")
+    has_kv = any(layer.kv is not None for layer in layers)
+    has_states = any(layer.states for layer in layers)
+    if not has_kv and not has_states:
+        raise InvalidRequest("no layer keeps anything")
+    for what, has, count in (("pages", has_kv, pages), ("states", has_states, states)):
+        if count < (1 if has else 0):
+            raise InvalidRequest(f"{what} is {count}; at least 1 (number 0 is reserved)")

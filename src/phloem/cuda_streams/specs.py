@@ -1,0 +1,124 @@
+"""What one model layer keeps for a prefix: shapes, dtypes, bytes.
+
+A layer may keep KV for every token, recurrent states, both (parallel hybrids), or neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from phloem.errors import InvalidRequest
+
+__all__ = ["KVSpec", "LayerSpec", "Layered", "StateSpec", "aligned", "torch_dtype"]
+
+# Every part of a row begins at a multiple of this, so that rows can be moved as 8-byte words
+# (several times faster than bytes) and kernels can use 16-byte loads.
+_ALIGN = 16
+
+
+def aligned(size: int) -> int:
+    """`size` bytes rounded up to where the next part of a row may begin."""
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`; InvalidRequest if there is none."""
+    found: object = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidRequest(f"no torch dtype is called {name!r}")
+    return found
+
+
+def _check_shape(what: str, shape: tuple[int, ...]) -> None:
+    if not shape or any(size < 1 for size in shape):
+        raise InvalidRequest(f"{what} must be one or more positive sizes, not {shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """One attention layer: the shapes (heads, dim) of one token's key and value, which may differ.
+
+    Raises InvalidRequest for an unknown dtype or an empty shape.
+    """
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        torch_dtype(self.dtype)
+        _check_shape("key", self.key)
+        _check_shape("value", self.value)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one token's key."""
+        return math.prod(self.key) * torch_dtype(self.dtype).itemsize
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one token's value."""
+        return math.prod(self.value) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One named state: its shape and dtype in one layer.
+
+    `layers` is read only by `ModelLayout.hybrid`: how many layers keep a state like this.
+    Raises InvalidRequest for an unknown dtype, an empty shape or name, or no layers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InvalidRequest("a state needs a name")
+        if self.layers < 1:
+            raise InvalidRequest(f"state {self.name!r} is in {self.layers} layers; at least 1")
+        torch_dtype(self.dtype)
+        _check_shape(f"shape of state {self.name!r}", self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this state in one layer."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one model layer keeps. Raises InvalidRequest if two states have the same name."""
+
+    kv: KVSpec | None = None
+    states: tuple[StateSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [state.name for state in self.states]
+        if len(set(names)) != len(names):
+            raise InvalidRequest(f"two states of one layer have the same name: {names}")
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes that a page of `page_size` tokens takes in this layer, padding included."""
+        if self.kv is None:
+            return 0
+        return aligned(page_size * self.kv.key_bytes) + aligned(page_size * self.kv.value_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that a slot takes in this layer, padding included."""
+        return sum(aligned(state.nbytes) for state in self.states)
+
+
+class Layered(Protocol):
+    """Anything that says what each model layer keeps, in the order a forward pass visits them."""
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]: ...
