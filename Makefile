@@ -1,0 +1,41 @@
+# Every target sets up what it needs, from nothing but Python 3.11+, in a virtual environment of the project.
+PYTHON ?= python3
+VENV ?= .venv
+# torch goes in first and alone. Name another build with TORCH and TORCH_ARGS, for example
+#   make demo TORCH=torch TORCH_ARGS="--index-url <the PyTorch index of your CPU or CUDA build>"
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+
+.PHONY: venv demo test check bench fuzz clean
+
+venv: $(READY)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH_ARGS) "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $(READY)
+
+demo: venv
+	$(BIN)/python -m phloem demo
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_tidy.py
+
+bench: venv
+	$(BIN)/python -m benchmarks
+
+fuzz: venv
+	PHLOEM_FUZZ=1 $(BIN)/python -m pytest -q -m fuzz
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,1 @@
+"""phloem: an asyncio actor runtime that caches prompt prefixes of hybrid language models."""

@@ -1,0 +1,1 @@
+"""Everything that receives messages: the domain, the tree, the allocators, the transfer."""

@@ -1,0 +1,68 @@
+"""The catalogue of deferred actions.
+
+An action is a frozen value that a turn emits for another actor, complete in itself: whoever
+carries it out never looks at the tree. Only actions addressed to the tree name a node, by id and
+generation; a node that is gone makes them a no-op. Actions are carried out in the order in which
+they were emitted, before the caller of the turn resumes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Literal, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "TREE",
+    "Action",
+    "ClearState",
+    "Component",
+    "CopyState",
+    "EvictExcessPathStates",
+    "FreeDeviceSlots",
+    "Ids",
+]
+
+Component: TypeAlias = Literal["kv", "state"]
+Ids: TypeAlias = "array[int]"  # int32 page or slot ids; never written to once handed over
+
+TREE = (
+    -1
+)  # the owner of what the tree holds; requests and operations own by positive account number
+
+
+class FreeDeviceSlots(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the device allocator: `ids` go back to their pool, taken from `owner`.
+
+    They are free once every fence that still touches them has passed.
+    """
+
+    component: Component
+    ids: Ids
+    owner: int
+
+
+class EvictExcessPathStates(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the tree, as its next turn: drop the shallow states of a path beyond the cap."""
+
+    node: int
+    generation: int
+
+
+class CopyState(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the transfer actor: copy a boundary's state into a request's own slot (copy on write)."""
+
+    op: int
+    source: int
+    target: int
+
+
+class ClearState(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the transfer actor: zero a request's own slot, since its boundary is empty."""
+
+    op: int
+    target: int
+
+
+Action: TypeAlias = FreeDeviceSlots | EvictExcessPathStates | CopyState | ClearState

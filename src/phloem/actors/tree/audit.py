@@ -1,0 +1,134 @@
+"""Recompute everything from the structure and compare; the invariants of the tree in one place."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.keys import TOKEN_BYTES
+from phloem.actors.tree.leases import protected
+from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.tree import Tree
+
+__all__ = ["AuditFailed", "audit_tree"]
+
+
+class AuditFailed(AssertionError):
+    """What the tree keeps and what its structure says differ. Always a bug of the tree."""
+
+
+def audit_tree(tree: Tree) -> None:
+    """Check every invariant of the tree; raises `AuditFailed` naming the first that is broken.
+
+    Walks all nodes without recursion. While a reset is being swept, the former generation's nodes
+    are not looked at and the totals are not compared.
+    """
+    leases_at: Counter[int] = Counter()
+    states_at: Counter[int] = Counter()
+    for lease in tree.leases.live.values():
+        _check(lease.live, f"{lease} is listed but ended")
+        leases_at[lease.anchor.id] += 1
+        states_at[lease.anchor.id] += lease.has_state
+    totals: Counter[str] = Counter()
+    owned: set[tuple[str, int]] = set()
+    for root in tree.radix.roots.values():
+        _check(root.parent is None and not root.edge and not len(root.pages), "a root has data")
+        _check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
+        _audit_links(tree, root)
+        _audit_counts(root, leases_at, states_at)
+    for node in tree.radix:
+        _audit_links(tree, node)
+        _audit_data(tree, node, owned)
+        _audit_counts(node, leases_at, states_at)
+        _audit_candidates(tree, node)
+        totals["nodes"] += 1
+        totals["leaves"] += node.children is None
+        totals["pages"] += len(node.pages)
+        totals["states"] += node.state != NO_SLOT
+        totals["pages_protected"] += len(node.pages) if protected(node) else 0
+        totals["states_protected"] += node.state != NO_SLOT and node.state_leases > 0
+    _audit_index(tree.kv_index)
+    _audit_index(tree.state_index)
+    former = any(lease.generation != tree.generation for lease in tree.leases.live.values())
+    if not tree.sweeping and not former:
+        _audit_totals(tree, totals)
+
+
+def _audit_links(tree: Tree, node: Node) -> None:
+    if node.children is None:
+        return
+    _check(bool(node.children), f"node {node.id} has an empty table of children")
+    for first, child in node.children.items():
+        _check(child.parent is node, f"child {child.id} does not know its parent {node.id}")
+        _check(
+            child.edge[: tree.radix.page_bytes] == first,
+            f"child {child.id} does not stand under its first page",
+        )
+
+
+def _audit_data(tree: Tree, node: Node, owned: set[tuple[str, int]]) -> None:
+    parent = node.parent
+    assert parent is not None
+    _check(len(node.edge) > 0, f"node {node.id} has an empty edge")
+    _check(len(node.edge) % tree.radix.page_bytes == 0, f"edge of {node.id} is no whole pages")
+    _check(node.end - parent.end == len(node.edge) // TOKEN_BYTES, f"node {node.id} ends elsewhere")
+    _check(
+        len(node.pages) * tree.radix.page_bytes == len(node.edge),
+        f"node {node.id} has {len(node.pages)} pages for {len(node.edge)} bytes",
+    )
+    for page in node.pages:
+        _check(page > 0, f"node {node.id} holds the reserved page")
+        _check(("kv", page) not in owned, f"page {page} stands at two nodes")
+        owned.add(("kv", page))
+    if node.state != NO_SLOT:
+        _check(tree.has_states, "a state in a tree without states")
+        _check(node.end % tree.grid == 0, f"state of {node.id} at {node.end} is off the grid")
+        _check(("state", node.state) not in owned, f"state {node.state} stands at two nodes")
+        owned.add(("state", node.state))
+
+
+def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) -> None:
+    _check(node.leases == leases_at[node.id], f"node {node.id} counts {node.leases} leases")
+    _check(
+        node.state_leases == states_at[node.id],
+        f"node {node.id} counts {node.state_leases} state leases",
+    )
+    children = node.children.values() if node.children else ()
+    below = sum(protected(child) for child in children)
+    _check(
+        node.protected_children == below,
+        f"node {node.id} counts {node.protected_children} protected children of {below}",
+    )
+
+
+def _audit_candidates(tree: Tree, node: Node) -> None:
+    for index in (tree.kv_index, tree.state_index):
+        if index.eligible(node):
+            _check(bool(node.queued & index.bit), f"candidate {node.id} is in no index")
+
+
+def _audit_index(index: CandidateIndex) -> None:
+    seen: set[int] = set()
+    for score, number, node in index.heap:
+        _check(number == node.id and number not in seen, f"node {number} is indexed twice")
+        _check(bool(node.queued & index.bit), f"node {number} is indexed without its mark")
+        _check(score <= index.score(node), f"the score of node {number} has fallen")
+        seen.add(number)
+
+
+def _audit_totals(tree: Tree, totals: Counter[str]) -> None:
+    kept = {
+        "nodes": tree.radix.nodes,
+        "leaves": tree.radix.leaves,
+        "pages": tree.radix.pages,
+        "states": tree.radix.states,
+        "pages_protected": tree.leases.pages_protected,
+        "states_protected": tree.leases.states_protected,
+    }
+    for name, value in kept.items():
+        _check(value == totals[name], f"{name}: the tree counts {value}, its nodes {totals[name]}")
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AuditFailed(otherwise)

@@ -1,0 +1,211 @@
+"""Keys: token ids as immutable bytes, in a namespace.
+
+A key is compared with `bytes.startswith` and never walked token by token, so the conversion from
+whatever the caller has happens once, here.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from phloem.errors import InvalidRequest
+
+__all__ = ["TOKEN_BYTES", "ContentMark", "Namespace", "TokenKey", "Tokens", "common_bytes"]
+
+TOKEN_BYTES = 4
+_TOKEN_MAX = 2**31 - 1
+_MARK_BIT = 0x8000_0000  # no token id has it, so a marked word never equals a token
+_LITTLE = sys.byteorder == "little"
+
+# Anything that holds token ids: a list, an array, a numpy array, a CPU tensor, or a key made before.
+Tokens: TypeAlias = "Sequence[SupportsIndex] | npt.NDArray[np.integer] | TokenKey"
+
+
+class Namespace(NamedTuple):
+    """Adapter (LoRA) name and cache salt, compared as a pair; empty means the default.
+
+    Entries of different namespaces never share a node.
+    """
+
+    adapter: str = ""
+    salt: str = ""
+
+
+class ContentMark(NamedTuple):
+    """What placeholder ids stand for: `length` tokens at `position` are the content `digest`."""
+
+    position: int
+    length: int
+    digest: bytes
+
+
+class TokenKey:
+    """Token ids as little-endian 32-bit words in immutable bytes, with their namespace.
+
+    `TokenKey.of` converts and checks; a key made once is cheap to look up any number of times.
+    """
+
+    __slots__ = ("data", "length", "namespace", "root")
+
+    def __init__(self, data: bytes, namespace: Namespace = Namespace(), extra: bytes = b"") -> None:
+        self.data = data
+        self.length = len(data) // TOKEN_BYTES
+        self.namespace = namespace
+        # What names the key's own tree: content too short to be marked in place belongs to it.
+        self.root = (*namespace, extra)
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tokens,
+        namespace: Namespace | None = None,
+        marks: Sequence[ContentMark] = (),
+    ) -> TokenKey:
+        """Convert `tokens` (ids from 0 to 2**31 - 1); equal ids with different marks differ.
+
+        Raises `InvalidRequest` naming the position of the first bad id or mark.
+        """
+        if isinstance(tokens, TokenKey):
+            if namespace is not None and namespace != tokens.namespace:
+                raise InvalidRequest(
+                    f"the key is of namespace {tokens.namespace}, not of {namespace}"
+                )
+            if marks:
+                raise InvalidRequest("content marks belong to the making of a key")
+            return tokens
+        data = _to_bytes(tokens)
+        if not marks:
+            return cls(data, namespace or Namespace())
+        return cls(*_mark(data, namespace or Namespace(), marks))
+
+    def extended(self, tokens: Tokens) -> TokenKey:
+        """This key followed by more tokens."""
+        return TokenKey(self.data + _to_bytes(tokens), self.namespace, self.root[2])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        return f"TokenKey({self.length} tokens, {self.namespace})"
+
+
+def _to_bytes(tokens: Tokens) -> bytes:
+    if isinstance(tokens, TokenKey):
+        return tokens.data
+    if not isinstance(tokens, (list, tuple, array)):
+        numbers = _as_numpy(tokens)
+        if numbers is not None:
+            return _numpy_bytes(numbers)
+        tokens = list(cast("Sequence[SupportsIndex]", tokens))
+    try:
+        words = array("i", cast("Sequence[int]", tokens))
+    except (OverflowError, TypeError):
+        raise _bad_token(cast("Sequence[object]", tokens)) from None
+    if words and min(words) < 0:
+        raise _bad_token(words)
+    if not _LITTLE:
+        words.byteswap()
+    return words.tobytes()
+
+
+def _as_numpy(tokens: object) -> npt.NDArray[np.generic] | None:
+    """The tokens as a numpy array when they offer a buffer of numbers, else None."""
+    if isinstance(tokens, np.ndarray):
+        return tokens
+    if hasattr(tokens, "__array__") or isinstance(tokens, memoryview):
+        return np.asarray(tokens)
+    return None
+
+
+def _numpy_bytes(numbers: npt.NDArray[np.generic]) -> bytes:
+    if numbers.ndim != 1:
+        raise InvalidRequest(f"tokens must be a flat run of ids, not of shape {numbers.shape}")
+    if numbers.size == 0:
+        return b""
+    if numbers.dtype.kind not in "iu":
+        raise InvalidRequest(f"tokens must be integers, not {numbers.dtype} (position 0)")
+    ids = cast("npt.NDArray[np.integer]", numbers)
+    if int(ids.min()) < 0 or int(ids.max()) > _TOKEN_MAX:
+        raise _bad_token(ids.tolist())
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def _bad_token(tokens: Sequence[object]) -> InvalidRequest:
+    for position, token in enumerate(tokens):
+        if not isinstance(token, SupportsIndex):
+            return InvalidRequest(f"token at position {position} is no integer: {token!r}")
+        if not 0 <= token.__index__() <= _TOKEN_MAX:
+            return InvalidRequest(
+                f"token at position {position} is {token!r}; ids go from 0 to {_TOKEN_MAX}"
+            )
+    raise AssertionError("a bad token was reported but none was found")
+
+
+def _mark(
+    data: bytes, namespace: Namespace, marks: Sequence[ContentMark]
+) -> tuple[bytes, Namespace, bytes]:
+    """Write each mark's digest over its placeholders, or into the root where it does not fit."""
+    words = np.frombuffer(data, "<u4").copy()
+    extra: list[bytes] = []
+    covered = 0
+    for mark in sorted(marks):
+        if mark.length < 1 or mark.position < covered or mark.position + mark.length > len(words):
+            raise InvalidRequest(
+                f"content mark at position {mark.position} of length {mark.length} does not fit "
+                f"{len(words)} tokens, or overlaps the one before it"
+            )
+        if not mark.digest:
+            raise InvalidRequest(f"content mark at position {mark.position} has no digest")
+        covered = mark.position + mark.length
+        digest = _digest_words(mark.digest)
+        if len(digest) > mark.length:
+            head = f"{mark.position}:{mark.length}:{len(mark.digest)}:".encode()
+            extra.append(head + mark.digest)
+            continue
+        words[mark.position : covered] = np.resize(digest, mark.length)
+    return words.tobytes(), namespace, b"".join(extra)
+
+
+def _digest_words(digest: bytes) -> npt.NDArray[np.uint32]:
+    """The digest in words of 31 bits with the top bit set; a leading one keeps its length."""
+    number = int.from_bytes(b"\x01" + digest, "big")
+    words: list[int] = []
+    while number:
+        words.append(_MARK_BIT | (number & _TOKEN_MAX))
+        number >>= 31
+    return np.array(words, "<u4")
+
+
+def common_bytes(
+    data: bytes, start: int, stop: int, other: bytes, unit: int, other_start: int = 0
+) -> int:
+    """How many bytes `data[start:stop]` and `other[other_start:]` share, in whole units.
+
+    Gallops, then bisects: a difference near the front is found without touching the rest.
+    """
+    limit = min(len(other) - other_start, stop - start) // unit
+
+    def equal(low: int, high: int) -> bool:
+        mine = data[start + low * unit : start + high * unit]
+        return mine == other[other_start + low * unit : other_start + high * unit]
+
+    low, step = 0, 1
+    while low < limit:
+        high = min(low + step, limit)
+        if equal(low, high):
+            low, step = high, step * 4
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            if equal(low, middle):
+                low = middle
+            else:
+                high = middle
+        break
+    return low * unit

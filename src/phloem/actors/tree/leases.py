@@ -1,0 +1,170 @@
+"""Who protects what: leases with receipts, counted at their anchor.
+
+A node is protected while leases are anchored at it or while it has protected children. Counts move
+up only when a node goes from unprotected to protected or back, so a lease costs as many steps as
+there are nodes whose protection it changes, whatever the depth.
+"""
+
+from __future__ import annotations
+
+from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.keys import TokenKey
+from phloem.actors.tree.node import Node
+from phloem.actors.tree.placement import Wanted
+from phloem.actors.tree.radix import RootName
+
+__all__ = ["Lease", "Leases", "protected"]
+
+
+def protected(node: Node) -> bool:
+    """True while the node's KV must stay."""
+    return node.leases > 0 or node.protected_children > 0
+
+
+class Lease:
+    """The right to read one boundary: the KV path to `anchor` and, if taken, the state at it.
+
+    It belongs to the tree; whoever holds it only reads it and names it in later calls.
+    """
+
+    __slots__ = (
+        "anchor",
+        "generation",
+        "has_state",
+        "id",
+        "key",
+        "live",
+        "owner",
+        "root",
+        "running_at",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        owner: str,
+        generation: int,
+        root: RootName,
+        anchor: Node,
+        has_state: bool,
+    ) -> None:
+        self.id = number
+        self.owner = owner
+        self.root = root
+        self.generation = generation
+        self.anchor = anchor
+        self.has_state = has_state
+        self.live = True
+        self.key: TokenKey | None = None  # of a request that computes on from here
+        self.running_at: tuple[RootName, int, bytes] | None = None
+        self.wanted: list[Wanted] = []
+
+    @property
+    def boundary(self) -> int:
+        """Tokens that the lease protects."""
+        return self.anchor.end
+
+    def __repr__(self) -> str:
+        state = "live" if self.live else "released"
+        return f"Lease({self.id}, owner={self.owner!r}, boundary={self.anchor.end}, {state})"
+
+
+class Leases:
+    """The live leases, and the protection they give."""
+
+    def __init__(self, kv_index: CandidateIndex, state_index: CandidateIndex) -> None:
+        self._kv_index = kv_index
+        self._state_index = state_index
+        self.live: dict[int, Lease] = {}
+        self.pages_protected = 0
+        self.states_protected = 0
+        self._next_id = 0
+
+    def take(
+        self, anchor: Node, root: RootName, owner: str, generation: int, *, with_state: bool
+    ) -> Lease:
+        """A new lease at `anchor`; `with_state` also protects the state there, now or later."""
+        self._next_id += 1
+        lease = Lease(self._next_id, owner, generation, root, anchor, with_state)
+        self.live[lease.id] = lease
+        self._protect(anchor)
+        if with_state:
+            self._protect_state(anchor)
+        return lease
+
+    def end(self, lease: Lease, now: int, *, former: bool = False) -> None:
+        """End a live lease; its anchor counts as used at `now`.
+
+        `former`: the lease is of an older generation, whose nodes are no candidates any more.
+        """
+        assert lease.live
+        if lease.has_state:
+            self.end_state(lease, now, former=former)
+        self._unprotect(lease.anchor, now, former)
+        lease.live = False
+        del self.live[lease.id]
+
+    def end_state(self, lease: Lease, now: int, *, former: bool = False) -> None:
+        """Give up the state part of a live lease."""
+        assert lease.live and lease.has_state
+        lease.has_state = False
+        anchor = lease.anchor
+        anchor.state_stamp = now
+        anchor.state_leases -= 1
+        assert anchor.state_leases >= 0
+        if anchor.state and not anchor.state_leases:
+            self.states_protected -= 1
+            if not former:
+                self._state_index.push(anchor)
+
+    def move(self, lease: Lease, anchor: Node, now: int) -> None:
+        """Move a live lease to another boundary; at no time is the path unprotected."""
+        self._protect(anchor)
+        with_state = lease.has_state
+        if with_state:
+            self.end_state(lease, now)
+        self._unprotect(lease.anchor, 0, former=False)
+        lease.anchor = anchor
+        if with_state:
+            lease.has_state = True
+            self._protect_state(anchor)
+
+    def state_appeared(self, node: Node) -> None:
+        """A state was put at `node`: it counts as protected at once when it is leased."""
+        if node.state_leases:
+            self.states_protected += 1
+        else:
+            self._state_index.push(node)
+
+    def _protect(self, node: Node) -> None:
+        node.leases += 1
+        while node.leases + node.protected_children == 1:
+            self.pages_protected += len(node.pages)
+            parent = node.parent
+            if parent is None:
+                return
+            parent.protected_children += 1
+            node = parent
+
+    def _unprotect(self, node: Node, now: int, former: bool) -> None:
+        node.leases -= 1
+        assert node.leases >= 0
+        if now > node.stamp:
+            node.stamp = now
+        while not node.leases and not node.protected_children:
+            self.pages_protected -= len(node.pages)
+            parent = node.parent
+            if parent is None:
+                return
+            if node.children is None and not former:
+                self._kv_index.push(node)
+            if node.stamp > parent.stamp:
+                parent.stamp = node.stamp
+            parent.protected_children -= 1
+            node = parent
+
+    def _protect_state(self, node: Node) -> None:
+        node.state_leases += 1
+        if node.state and node.state_leases == 1:
+            self.states_protected += 1

@@ -1,0 +1,61 @@
+"""The node of the radix tree: plain data, no behaviour.
+
+Nodes are not seen by the garbage collector (`gc=False`): a million of them would otherwise cost a
+pause of a second. The price is that the links between parent and child form cycles that only the
+tree can cut; `Radix.remove` and `Radix.sweep` do.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+__all__ = ["NO_SLOT", "SPLIT_RULES", "Node"]
+
+NO_SLOT = 0  # slot 0 of a pool is never granted, so it can stand for "none"
+
+
+class Node(msgspec.Struct, gc=False, eq=False):
+    """One node; its edge label is the run of whole pages between its parent's end and its own.
+
+    `end` is the token position at the end of the edge. `pages` holds the device page ids along the
+    edge, one for each page; nobody else holds the array. `state` is the device slot of the
+    recurrent state that is true at exactly `end`, or `NO_SLOT`.
+    """
+
+    id: int
+    parent: Node | None
+    edge: bytes
+    end: int
+    pages: array[int]
+    state: int = NO_SLOT
+    children: dict[bytes, Node] | None = None  # by first page; None when there are none
+    stamp: int = 0  # latest use of any key through the node, as far as it was passed up
+    state_stamp: int = 0  # latest use of the state
+    hits: int = 1
+    leases: int = 0  # leases anchored here
+    state_leases: int = 0  # of those, the ones that took the state
+    protected_children: int = 0
+    queued: int = 0  # one bit for each candidate index that has an entry for the node
+
+
+# What a split does with each field; a test fails when a field is missing here. "divide": by
+# position; "lower": stays with the lower part, the upper starts empty; "copy": both have it;
+# "link": set by the split itself.
+SPLIT_RULES: dict[str, str] = {
+    "id": "link",
+    "parent": "link",
+    "edge": "divide",
+    "end": "divide",
+    "pages": "divide",
+    "state": "lower",
+    "children": "link",
+    "stamp": "copy",
+    "state_stamp": "lower",
+    "hits": "copy",
+    "leases": "lower",
+    "state_leases": "lower",
+    "protected_children": "link",
+    "queued": "lower",
+}

@@ -1,0 +1,192 @@
+"""The shape of the tree: roots, walk, split, merge, remove. No policy, no leases."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
+from phloem.actors.tree.node import NO_SLOT, Node
+
+__all__ = ["MERGED_EDGE_BYTES_MAX", "Radix", "Walk"]
+
+# A merge copies both edges. Longer chains stay as they are: one node for 16k tokens costs nothing.
+MERGED_EDGE_BYTES_MAX = 64 * 1024
+
+RootName = tuple[str, str, bytes]
+
+
+class Walk(NamedTuple):
+    """How far a key leads: whole nodes along `path`, then `inside` bytes of `partial`'s edge."""
+
+    path: list[Node]
+    offset: int  # bytes of the key covered by `path`
+    partial: Node | None
+    inside: int
+
+
+class Radix:
+    """A forest of radix trees, one root for each namespace, whose edges are runs of whole pages."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.roots: dict[RootName, Node] = {}
+        self._root_names: dict[int, RootName] = {}
+        self.nodes = 0  # without roots
+        self.leaves = 0
+        self.pages = 0
+        self.states = 0
+        self._next_id = 0
+
+    def new_node(self, parent: Node | None, edge: bytes, end: int, pages: array[int]) -> Node:
+        """A node with the next id; linking it in is the caller's."""
+        self._next_id += 1
+        return Node(self._next_id, parent, edge, end, pages)
+
+    def root(self, name: RootName) -> Node:
+        """The root of a namespace, made on first use."""
+        root = self.roots.get(name)
+        if root is None:
+            root = self.roots[name] = self.new_node(None, b"", 0, array("i"))
+            self._root_names[root.id] = name
+        return root
+
+    def walk(self, key: TokenKey, limit: int) -> Walk:
+        """Follow the first `limit` bytes (whole pages) of `key` from its root."""
+        path: list[Node] = []
+        offset = 0
+        root = self.roots.get(key.root)
+        if root is None:
+            return Walk(path, 0, None, 0)
+        data, page_bytes = key.data, self.page_bytes
+        children = root.children
+        while children is not None and offset < limit:
+            child = children.get(data[offset : offset + page_bytes])
+            if child is None:
+                break
+            edge = child.edge
+            end = offset + len(edge)
+            if end <= limit and data.startswith(edge, offset):
+                path.append(child)
+                offset = end
+                children = child.children
+                continue
+            inside = common_bytes(data, offset, limit, edge, page_bytes)
+            return Walk(path, offset, child, inside)
+        return Walk(path, offset, None, 0)
+
+    def attach_leaf(self, parent: Node, edge: bytes, pages: array[int]) -> Node:
+        """Hang a new leaf under `parent`."""
+        leaf = self.new_node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, pages)
+        if parent.children is None:
+            parent.children = {edge[: self.page_bytes]: leaf}
+            if parent.parent is None:
+                self.leaves += 1  # a root was no leaf
+        else:
+            parent.children[edge[: self.page_bytes]] = leaf
+            self.leaves += 1
+        self.nodes += 1
+        self.pages += len(pages)
+        return leaf
+
+    def split(self, node: Node, inside: int) -> Node:
+        """Cut `node` after `inside` bytes of its edge; the new upper part is returned.
+
+        The node itself stays the lower part, so whoever is anchored at its end stays anchored.
+        Every field is treated as `SPLIT_RULES` says.
+        """
+        assert 0 < inside < len(node.edge) and inside % self.page_bytes == 0
+        parent = node.parent
+        assert parent is not None and parent.children is not None
+        count = inside // self.page_bytes
+        first = node.edge[: self.page_bytes]
+        upper = self.new_node(
+            parent, node.edge[:inside], parent.end + inside // TOKEN_BYTES, node.pages[:count]
+        )
+        upper.stamp, upper.hits = node.stamp, node.hits
+        if node.leases or node.protected_children:
+            upper.protected_children = 1
+        node.edge = node.edge[inside:]
+        node.pages = node.pages[count:]
+        node.parent = upper
+        upper.children = {node.edge[: self.page_bytes]: node}
+        parent.children[first] = upper
+        self.nodes += 1
+        return upper
+
+    def merge_into_child(self, node: Node) -> Node | None:
+        """Undo a split where nothing tells the two parts apart; the merged node, or None.
+
+        The child lives on, since leases are anchored at its end.
+        """
+        children, parent = node.children, node.parent
+        if parent is None or children is None or len(children) != 1:
+            return None
+        if node.state or node.leases or node.state_leases:
+            return None
+        (child,) = children.values()
+        if child.state or len(node.edge) + len(child.edge) > MERGED_EDGE_BYTES_MAX:
+            return None
+        assert parent.children is not None
+        child.edge = node.edge + child.edge
+        child.pages = node.pages + child.pages
+        child.parent = parent
+        child.stamp = max(child.stamp, node.stamp)
+        child.hits = max(child.hits, node.hits)
+        parent.children[node.edge[: self.page_bytes]] = child
+        node.parent = node.children = None
+        self.nodes -= 1
+        return child
+
+    def remove(self, leaf: Node) -> Node:
+        """Take a leaf out and cut its links; its former parent is returned."""
+        parent = leaf.parent
+        assert parent is not None and parent.children is not None and leaf.children is None
+        del parent.children[leaf.edge[: self.page_bytes]]
+        if not parent.children:
+            parent.children = None
+            if parent.parent is None:
+                self.leaves -= 1
+        else:
+            self.leaves -= 1
+        leaf.parent = None
+        self.nodes -= 1
+        self.pages -= len(leaf.pages)
+        if leaf.state != NO_SLOT:
+            self.states -= 1
+        return parent
+
+    def cut_tail(self, leaf: Node, count: int) -> array[int]:
+        """Shorten a stateless leaf by its last `count` pages, which are returned."""
+        assert leaf.children is None and leaf.state == NO_SLOT and 0 < count < len(leaf.pages)
+        tail = leaf.pages[-count:]
+        leaf.pages = leaf.pages[:-count]
+        leaf.edge = leaf.edge[: -count * self.page_bytes]
+        leaf.end -= count * self.page_size
+        self.pages -= count
+        return tail
+
+    def drop_root_if_empty(self, node: Node) -> None:
+        """Forget a namespace that holds nothing and that nobody leases."""
+        if node.children is None and not node.leases and node.id in self._root_names:
+            del self.roots[self._root_names.pop(node.id)]
+
+    def detach_roots(self) -> list[Node]:
+        """Start empty; the former roots are the caller's to take apart."""
+        former = list(self.roots.values())
+        self.roots = {}
+        self._root_names = {}
+        self.leaves = 0
+        return former
+
+    def __iter__(self) -> Iterator[Node]:
+        """Every node but the roots, parents first; for audits and dumps, not for decisions."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            if node.children is not None:
+                stack.extend(node.children.values())

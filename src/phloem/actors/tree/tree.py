@@ -1,0 +1,672 @@
+"""The tree: every decision about what is cached, pure and synchronous.
+
+No clock but an integer of its own, no randomness, no I/O. An operation checks its arguments, then
+changes the structure, and returns its result together with the actions that others carry out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from math import lcm
+from typing import Literal
+
+import msgspec
+
+from phloem.actors.actions import TREE, Action, EvictExcessPathStates, FreeDeviceSlots, Ids
+from phloem.actors.tree.eviction import (
+    CandidateIndex,
+    Policy,
+    kv_may_go,
+    policy_named,
+    state_may_go,
+)
+from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
+from phloem.actors.tree.leases import Lease, Leases, protected
+from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.placement import Placement, choose_positions
+from phloem.actors.tree.radix import Radix, Walk
+from phloem.actors.tree.running import Running
+from phloem.errors import InvalidRequest, StaleHandle
+
+__all__ = ["Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
+
+Lost = Literal["last_token", "partial_page", "never_seen", "no_state"]
+
+
+class Match(msgspec.Struct, frozen=True, gc=False):
+    """How far a key is cached, in tokens; a snapshot, which later changes do not alter.
+
+    `usable`: what can be reused: one boundary at which every component can be served. `device`: the
+    deepest boundary that needs no load. `kv_prefix`: how far KV alone reaches. `branch_point`: the
+    deepest grid position beyond `usable` at which a state would turn known KV into a hit.
+    """
+
+    tokens: int
+    looked_up: int
+    usable: int
+    device: int
+    kv_prefix: int
+    branch_point: int | None
+    page_size: int
+
+    @property
+    def lost(self) -> dict[Lost, int]:
+        """Tokens not reused, by reason; they add up to `tokens - usable`."""
+        whole = self.looked_up // self.page_size * self.page_size
+        counts: dict[Lost, int] = {
+            "last_token": self.tokens - self.looked_up,
+            "partial_page": self.looked_up - whole,
+            "never_seen": whole - self.kv_prefix,
+            "no_state": self.kv_prefix - self.usable,
+        }
+        return {reason: count for reason, count in counts.items() if count}
+
+
+class PagesChanged(msgspec.Struct, frozen=True, gc=False):
+    """From token `start` on, later steps must read the tree's `pages` instead of the caller's."""
+
+    start: int
+    pages: Ids
+
+
+class InsertResult(msgspec.Struct, frozen=True, gc=False):
+    """What an insert did, in tokens: `reused` were there, `adopted` are the tree's from now on.
+
+    `pages_changed` lists the pages of the caller's table that gave way to the tree's own. `state`
+    says what became of the offered slot; in no case does the caller own it any longer.
+    """
+
+    reused: int
+    published: int
+    adopted: tuple[tuple[int, int], ...]
+    state: Literal["adopted", "duplicate", "none"]
+    pages_changed: tuple[PagesChanged, ...] = ()
+
+
+class Evicted(msgspec.Struct, frozen=True, gc=False):
+    """What an eviction freed, in pages and state slots."""
+
+    pages: int
+    states: int
+
+
+class TreeFigures(msgspec.Struct, frozen=True, gc=False):
+    """The tree in numbers: nodes, leases, and what it holds, protects and could give."""
+
+    generation: int
+    namespaces: int
+    nodes: int
+    leaves: int
+    leases: int
+    pages: int
+    pages_protected: int
+    states: int
+    states_protected: int
+
+    @property
+    def pages_evictable(self) -> int:
+        """Pages that no lease protects."""
+        return self.pages - self.pages_protected
+
+    @property
+    def states_evictable(self) -> int:
+        """States that no lease protects."""
+        return self.states - self.states_protected
+
+
+Actions = list[Action]
+
+
+class Tree:
+    """The radix tree with its leases and candidate indexes.
+
+    `state_chunk` is the model's own chunk of positions at which a state may be kept; with pages it
+    makes the grid. `components` is `("kv",)` for pure attention, `("kv", "state")` for hybrids.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 16,
+        state_chunk: int = 1,
+        components: Sequence[str] = ("kv", "state"),
+        policy: str | Policy = "lru",
+        placement: Placement | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if page_size < 1 or state_chunk < 1:
+            raise InvalidRequest(f"page_size {page_size} and state_chunk {state_chunk} start at 1")
+        if tuple(components) not in (("kv",), ("kv", "state")):
+            raise InvalidRequest(f"unknown components {tuple(components)}")
+        self.page_size = page_size
+        self.has_states = "state" in components
+        self.grid = lcm(page_size, state_chunk) if self.has_states else page_size
+        self.placement = placement or Placement()
+        self.enabled = enabled
+        self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.radix = Radix(page_size)
+        self.kv_index = CandidateIndex(1, self.policy.kv_score, kv_may_go)
+        self.state_index = CandidateIndex(2, self.policy.state_score, state_may_go)
+        self.leases = Leases(self.kv_index, self.state_index)
+        self.running = Running(self.radix.page_bytes, self.grid)
+        self.generation = 0
+        self.now = 0  # counts uses; the only clock of the tree
+        self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
+        self._former: list[
+            tuple[Node, dict[bytes, Node]]
+        ] = []  # a reset's trees, being taken apart
+        self._former_released: list[Node] = []
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def match(self, tokens: Tokens, limit: int | None = None) -> Match:
+        """How far the first `limit` tokens (all by default) are cached. Changes nothing."""
+        key = TokenKey.of(tokens)
+        walk = self.radix.walk(key, self._whole(key, limit))
+        return self._match_of(key, limit, walk, self._anchor_of(walk))
+
+    def pages_of(self, lease: Lease) -> Ids:
+        """The device page ids from the start to the lease's boundary."""
+        runs: list[array[int]] = []
+        node: Node | None = lease.anchor
+        while node is not None:
+            runs.append(node.pages)
+            node = node.parent
+        pages = array("i")
+        pages.frombytes(b"".join(reversed(runs)))
+        return pages
+
+    def state_of(self, lease: Lease) -> int:
+        """The slot of the state at the lease's boundary, or `NO_SLOT`."""
+        return lease.anchor.state
+
+    def figures(self) -> TreeFigures:
+        """The tree in numbers; costs the same at any size."""
+        return TreeFigures(
+            generation=self.generation,
+            namespaces=len(self.radix.roots),
+            nodes=self.radix.nodes,
+            leaves=self.radix.leaves,
+            leases=len(self.leases.live),
+            pages=self.radix.pages,
+            pages_protected=self.leases.pages_protected,
+            states=self.radix.states,
+            states_protected=self.leases.states_protected,
+        )
+
+    # -- leases --------------------------------------------------------------------------------
+
+    def acquire(
+        self, tokens: Tokens, *, owner: str, limit: int | None = None
+    ) -> tuple[Lease, Match]:
+        """Lease the deepest boundary within the first `limit` tokens (all by default).
+
+        Splits an edge only when the boundary lies inside it, which needs a model without states.
+        """
+        key = TokenKey.of(tokens)
+        walk = self.radix.walk(key, self._whole(key, limit))
+        anchor = self._anchor_of(walk)
+        match = self._match_of(key, limit, walk, anchor)
+        if walk.partial is not None and walk.inside and not self.has_states:
+            anchor = self.radix.split(walk.partial, walk.inside)
+            walk.path.append(anchor)
+        if anchor is None:
+            anchor = self.radix.root(key.root)
+        else:
+            for node in walk.path:
+                node.hits += 1
+                if node is anchor:
+                    break
+        lease = self.leases.take(
+            anchor, key.root, owner, self.generation, with_state=self.has_states
+        )
+        return lease, match
+
+    def open(
+        self,
+        key: TokenKey,
+        *,
+        owner: str,
+        limit: int | None = None,
+        breakpoints: Sequence[int] = (),
+    ) -> tuple[Lease, Match]:
+        """Acquire for a request that computes on from here; the lease also says what is `wanted`.
+
+        While it lives, other requests that open and take another way further down add the point of
+        divergence to its wanted positions.
+        """
+        lease, match = self.acquire(key, owner=owner, limit=limit)
+        lease.key = key
+        if self.has_states and self.enabled:
+            lease.wanted = choose_positions(
+                self.placement,
+                length=match.tokens,
+                usable=match.usable,
+                branch_point=match.branch_point,
+                breakpoints=breakpoints,
+                grid=self.grid,
+            )
+            if self.placement.branch:
+                self.running.meet(lease, match.kv_prefix, self.placement.budget)
+        return lease, match
+
+    def advance(self, lease: Lease, *, beyond: int, limit: int) -> Match:
+        """Move a request's lease to a boundary deeper than `beyond`, if others have published one.
+
+        Raises `StaleHandle` for a lease that has ended or is of an older generation.
+        """
+        self.check_lease(lease)
+        key = lease.key
+        assert key is not None, "only a request's lease advances"
+        walk = self.radix.walk(key, self._whole(key, limit))
+        anchor = self._anchor_of(walk)
+        match = self._match_of(key, limit, walk, anchor)
+        if match.usable <= beyond:
+            return match
+        if anchor is None or anchor.end < match.usable:
+            assert walk.partial is not None and not self.has_states
+            anchor = self.radix.split(walk.partial, walk.inside)
+        self.now += 1
+        self.leases.move(lease, anchor, self.now)
+        lease.wanted = [wanted for wanted in lease.wanted if wanted.position > match.usable]
+        if lease.running_at is not None:
+            self.running.leave(lease)
+            self.running.meet(lease, match.kv_prefix, self.placement.budget)
+        return match
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Raises `StaleHandle` when it has ended before."""
+        if not lease.live:
+            raise StaleHandle(f"{lease} was released before")
+        self.now += 1
+        if lease.running_at is not None:
+            self.running.leave(lease, ended=True)
+        anchor = lease.anchor
+        former = lease.generation != self.generation
+        self.leases.end(lease, self.now, former=former)
+        if former:
+            self._former_released.append(anchor)
+        elif anchor.parent is None:
+            self.radix.drop_root_if_empty(anchor)
+
+    def release_state(self, lease: Lease) -> None:
+        """Give up only the state part. Raises `StaleHandle` when it was not held any more."""
+        if not lease.live or not lease.has_state:
+            raise StaleHandle(f"{lease} holds no state")
+        self.now += 1
+        self.leases.end_state(lease, self.now, former=lease.generation != self.generation)
+
+    def check_lease(self, lease: Lease) -> None:
+        """Raise `StaleHandle` unless the lease is live and of this generation."""
+        if not lease.live:
+            raise StaleHandle(f"{lease} was released before")
+        if lease.generation != self.generation:
+            raise StaleHandle(
+                f"{lease} is of generation {lease.generation}; the cache was reset to "
+                f"{self.generation}"
+            )
+
+    # -- insert --------------------------------------------------------------------------------
+
+    def check_insert(
+        self, key: TokenKey, length: int, pages: int, state: int, lease: Lease | None
+    ) -> int:
+        """Check an insert's figures; returns the token position at which its pages start.
+
+        Raises `InvalidRequest` or `StaleHandle` with nothing changed.
+        """
+        if not 0 <= length <= key.length:
+            raise InvalidRequest(f"length {length} of a key of {key.length} tokens")
+        start = 0
+        if lease is not None:
+            self.check_lease(lease)
+            start = lease.anchor.end
+            if lease.root != key.root:
+                raise InvalidRequest(f"{lease} is of namespace {lease.root}, the key of {key.root}")
+            if not key.data.startswith(
+                lease.anchor.edge, start * TOKEN_BYTES - len(lease.anchor.edge)
+            ):
+                raise InvalidRequest(f"the key does not continue the path of {lease}")
+        whole = length // self.page_size * self.page_size
+        if whole < start:
+            raise InvalidRequest(f"insert of {length} tokens ends before the lease's {start}")
+        if pages != (whole - start) // self.page_size:
+            raise InvalidRequest(
+                f"insert of {length} tokens from {start} on takes "
+                f"{(whole - start) // self.page_size} pages of {self.page_size}, not {pages}"
+            )
+        if state != NO_SLOT and whole:
+            if not self.has_states:
+                raise InvalidRequest("a state was offered, but the model has none")
+            if length % self.grid:
+                raise InvalidRequest(f"a state at {length} tokens is off the grid of {self.grid}")
+        return start
+
+    def insert(
+        self,
+        tokens: Tokens,
+        pages: Ids | Sequence[int],
+        state: int = NO_SLOT,
+        lease: Lease | None = None,
+        *,
+        length: int | None = None,
+        owner: int = TREE,
+        swap: bool = True,
+    ) -> tuple[InsertResult, Actions]:
+        """Publish the first `length` tokens (all by default).
+
+        `pages` are the caller's device pages from the lease's boundary (or the start) on, `state`
+        the slot of the state at exactly `length`. What the tree has already is a duplicate: the
+        caller's pages go back by action and `pages_changed` names the tree's own; with
+        `swap=False` the caller keeps them. A lease moves to the new boundary in the same turn.
+        """
+        key = TokenKey.of(tokens)
+        length = key.length if length is None else length
+        if not isinstance(pages, array):
+            pages = array("i", pages)
+        start = self.check_insert(key, length, len(pages), state, lease)
+        stop = length // self.page_size * self.radix.page_bytes
+        if not self.enabled or not stop:
+            return self._give_all_back(pages, state, owner)
+        node = lease.anchor if lease is not None else self.radix.root(key.root)
+        self.now += 1
+        node, offset, changed = self._walk_for_insert(key, node, start, stop)
+        reused = offset // TOKEN_BYTES
+        taken = (reused - start) // self.page_size  # pages of the caller that are duplicates
+        actions: Actions = []
+        if taken and swap:
+            actions.append(FreeDeviceSlots("kv", pages[:taken], owner))
+        if offset < stop:
+            node = self._grow(node, key.data[offset:stop], pages[taken:] if taken else pages)
+        former: Node | None = None
+        if lease is not None:
+            former = lease.anchor
+            self._move_with_insert(lease, node)
+        elif kv_may_go(node):
+            self.kv_index.push(node)
+        outcome = self._offer_state(node, state, owner, actions)
+        if former is not None and former is not node and former.state == NO_SLOT:
+            self.radix.merge_into_child(former)
+        if self.placement.max_states_per_path is not None:
+            self._name_excess(node, actions)
+        end = stop // TOKEN_BYTES
+        return (
+            InsertResult(
+                reused=reused,
+                published=end,
+                adopted=((reused, end),) if end > reused else (),
+                state=outcome,
+                pages_changed=tuple(changed) if swap else (),
+            ),
+            actions,
+        )
+
+    def _give_all_back(self, pages: Ids, state: int, owner: int) -> tuple[InsertResult, Actions]:
+        actions: Actions = []
+        if pages:
+            actions.append(FreeDeviceSlots("kv", pages, owner))
+        if state != NO_SLOT:
+            actions.append(FreeDeviceSlots("state", array("i", (state,)), owner))
+        outcome: Literal["duplicate", "none"] = "none" if state == NO_SLOT else "duplicate"
+        return InsertResult(reused=0, published=0, adopted=(), state=outcome), actions
+
+    def _walk_for_insert(
+        self, key: TokenKey, node: Node, start: int, stop: int
+    ) -> tuple[Node, int, list[PagesChanged]]:
+        """Follow what exists from `node` on, stamp it, and split where the key leaves it."""
+        data, page_bytes, now = key.data, self.radix.page_bytes, self.now
+        offset = start * TOKEN_BYTES
+        changed: list[PagesChanged] = []
+        node.stamp = now
+        while offset < stop and node.children is not None:
+            child = node.children.get(data[offset : offset + page_bytes])
+            if child is None:
+                break
+            edge = child.edge
+            if offset + len(edge) > stop or not data.startswith(edge, offset):
+                inside = common_bytes(data, offset, stop, edge, page_bytes)
+                child = self.radix.split(child, inside)
+            changed.append(PagesChanged(offset // TOKEN_BYTES, child.pages))
+            offset += len(child.edge)
+            child.stamp = now
+            child.hits += 1
+            node = child
+        return node, offset, changed
+
+    def _grow(self, parent: Node, edge: bytes, pages: Ids) -> Node:
+        leaf = self.radix.attach_leaf(parent, edge, pages)
+        leaf.stamp = self.now
+        return leaf
+
+    def _offer_state(
+        self, node: Node, state: int, owner: int, actions: Actions
+    ) -> Literal["adopted", "duplicate", "none"]:
+        if state == NO_SLOT:
+            return "none"
+        node.state_stamp = self.now
+        if node.state != NO_SLOT:
+            actions.append(FreeDeviceSlots("state", array("i", (state,)), owner))
+            return "duplicate"
+        node.state = state
+        self.radix.states += 1
+        self.leases.state_appeared(node)
+        return "adopted"
+
+    def _move_with_insert(self, lease: Lease, node: Node) -> None:
+        if node is not lease.anchor:
+            self.leases.move(lease, node, self.now)
+        if lease.wanted:
+            lease.wanted = [wanted for wanted in lease.wanted if wanted.position > node.end]
+        if lease.running_at is not None:
+            self.running.leave(lease)
+            self.running.join(lease, node.end)
+
+    # -- eviction ------------------------------------------------------------------------------
+
+    def evict(self, pages: int = 0, states: int = 0) -> tuple[Evicted, Actions]:
+        """Free at least so many pages and states if nothing protects them; the rest is not there.
+
+        One joint demand: a state that went with its leaf counts, and no more go than asked.
+        """
+        if pages < 0 or states < 0:
+            raise InvalidRequest(f"evict of {pages} pages and {states} states")
+        actions: Actions = []
+        pages_gone = states_gone = 0
+        while pages_gone < pages:
+            node = self.kv_index.pop()
+            if node is None:
+                break
+            missing = pages - pages_gone
+            if node.state == NO_SLOT and missing < len(node.pages):
+                actions.append(FreeDeviceSlots("kv", self.radix.cut_tail(node, missing), TREE))
+                self.kv_index.push(node)
+                pages_gone += missing
+                break
+            pages_gone += len(node.pages)
+            states_gone += node.state != NO_SLOT
+            self._drop_leaf(node, actions)
+        while states_gone < states:
+            node = self.state_index.pop()
+            if node is None:
+                break
+            states_gone += 1
+            if kv_may_go(node):
+                pages_gone += len(node.pages)
+                self._drop_leaf(node, actions)
+            else:
+                self._drop_state(node, actions)
+        self.kv_index.shrink(self.radix.leaves)
+        self.state_index.shrink(self.radix.states)
+        return Evicted(pages_gone, states_gone), actions
+
+    def _drop_leaf(self, leaf: Node, actions: Actions) -> None:
+        actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
+        if leaf.state != NO_SLOT:
+            actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
+        stamp = leaf.stamp
+        parent = self.radix.remove(leaf)
+        if stamp > parent.stamp:
+            parent.stamp = stamp
+        self._after_loss_below(parent)
+
+    def _after_loss_below(self, parent: Node) -> None:
+        """A child of `parent` has gone: it may be a candidate, a chain, or an empty root now."""
+        if parent.parent is None:
+            self.radix.drop_root_if_empty(parent)
+        elif parent.children is None:
+            if kv_may_go(parent):
+                self.kv_index.push(parent)
+        else:
+            self.radix.merge_into_child(parent)
+
+    def _drop_state(self, node: Node, actions: Actions) -> None:
+        """The state goes, the KV stays."""
+        actions.append(FreeDeviceSlots("state", array("i", (node.state,)), TREE))
+        node.state = NO_SLOT
+        self.radix.states -= 1
+        parent = node.parent
+        merged = self.radix.merge_into_child(node)
+        if parent is not None and parent.parent is not None:
+            self.radix.merge_into_child(parent)
+        if merged is None and kv_may_go(node):
+            self.kv_index.push(node)
+
+    # -- the cap for each path -----------------------------------------------------------------
+
+    def _name_excess(self, node: Node, actions: Actions) -> None:
+        if node.state != NO_SLOT:
+            self._named[node.id] = node
+            actions.append(EvictExcessPathStates(node.id, self.generation))
+
+    def evict_excess(self, action: EvictExcessPathStates) -> tuple[Evicted, Actions]:
+        """Drop the shallow states of a path beyond the cap.
+
+        Spares the tail, forks and protected states. A no-op when the node is gone.
+        """
+        node = self._named.pop(action.node, None)
+        cap = self.placement.max_states_per_path
+        actions: Actions = []
+        if node is None or node.parent is None or action.generation != self.generation:
+            return Evicted(0, 0), actions
+        assert cap is not None
+        path: list[Node] = []
+        above: Node | None = node
+        while above is not None:
+            if above.state != NO_SLOT:
+                path.append(above)
+            above = above.parent
+        excess = len(path) - cap
+        gone = 0
+        for candidate in reversed(path[1:]):
+            if gone >= excess:
+                break
+            fork = candidate.children is not None and len(candidate.children) > 1
+            if not fork and not candidate.state_leases:
+                self._drop_state(candidate, actions)
+                gone += 1
+        return Evicted(0, gone), actions
+
+    # -- reset ---------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Start a new generation, empty. `sweep` gives back what the former one held."""
+        self.generation += 1
+        self._former.extend((root, {}) for root in self.radix.detach_roots())
+        self.kv_index.heap.clear()
+        self.state_index.heap.clear()
+        self._named.clear()
+        self.running.clear()
+
+    def sweep(self, limit: int = 1024) -> tuple[bool, Actions]:
+        """Take apart up to `limit` nodes of former generations; True while more remain.
+
+        What a lease of a former generation protects stays until that lease ends.
+        """
+        actions: Actions = []
+        pages, states = array("i"), array("i")
+        frames = self._former
+        while frames and limit > 0:
+            limit -= 1
+            node, kept = frames[-1]
+            if node.children:
+                first, child = node.children.popitem()
+                if child.children:
+                    frames.append((child, {}))
+                elif protected(child):
+                    kept[first] = child
+                else:
+                    self._take_apart(child, pages, states)
+                continue
+            node.children = kept or None
+            frames.pop()
+            if node.parent is None:
+                continue
+            if kept or protected(node):
+                frames[-1][1][node.edge[: self.radix.page_bytes]] = node
+            else:
+                self._take_apart(node, pages, states)
+        while not frames and self._former_released and limit > 0:
+            limit -= 1
+            self._take_apart_upwards(self._former_released.pop(), pages, states)
+        if pages:
+            actions.append(FreeDeviceSlots("kv", pages, TREE))
+        if states:
+            actions.append(FreeDeviceSlots("state", states, TREE))
+        return bool(frames or self._former_released), actions
+
+    @property
+    def sweeping(self) -> bool:
+        """True while `sweep` has something to do."""
+        return bool(self._former or self._former_released)
+
+    def _take_apart(self, node: Node, pages: Ids, states: Ids) -> None:
+        pages.extend(node.pages)
+        self.radix.nodes -= 1
+        self.radix.pages -= len(node.pages)
+        if node.state != NO_SLOT:
+            states.append(node.state)
+            self.radix.states -= 1
+        node.parent = None
+        node.children = None
+
+    def _take_apart_upwards(self, node: Node, pages: Ids, states: Ids) -> None:
+        """A lease of a former generation has ended: its path goes as far as nobody else needs it."""
+        while node.parent is not None and node.children is None and not protected(node):
+            parent = node.parent
+            assert parent.children is not None
+            del parent.children[node.edge[: self.radix.page_bytes]]
+            if not parent.children:
+                parent.children = None
+            self._take_apart(node, pages, states)
+            node = parent
+
+    # -- small helpers -------------------------------------------------------------------------
+
+    def _whole(self, key: TokenKey, limit: int | None) -> int:
+        """The bytes of the whole pages within the first `limit` tokens."""
+        tokens = key.length if limit is None else min(limit, key.length)
+        return tokens // self.page_size * self.radix.page_bytes
+
+    def _anchor_of(self, walk: Walk) -> Node | None:
+        """The node of the deepest boundary on a walk that ends at a node; None: the root."""
+        path = walk.path
+        if not self.has_states:
+            return path[-1] if path else None
+        for node in reversed(path):
+            if node.state != NO_SLOT:
+                return node
+        return None
+
+    def _match_of(self, key: TokenKey, limit: int | None, walk: Walk, anchor: Node | None) -> Match:
+        known = (walk.offset + walk.inside) // TOKEN_BYTES
+        branch: int | None = None
+        if self.has_states:
+            usable = 0 if anchor is None else anchor.end
+            position = known // self.grid * self.grid
+            if position > usable:
+                branch = position
+        else:
+            usable = known
+        looked_up = key.length if limit is None else min(limit, key.length)
+        return Match(key.length, looked_up, usable, usable, known, branch, self.page_size)

@@ -1,0 +1,111 @@
+"""Every error that a caller can act on; one class for each thing that the caller can do about it.
+
+| error | when | what the caller can do |
+|---|---|---|
+| `InvalidRequest` | bad tokens, lengths, positions, order of calls | fix the call |
+| `NoRoom` | the pools cannot give it | preempt, wait, refuse |
+| `StaleHandle` | a lease, grant or request that is finished, used twice or of another runtime | acquire again |
+| `OwnershipError` | ids that are not the caller's | fix the call; nothing changed |
+| `TransferFailed` | a provisional step ran on a load that failed | compute from `tokens_ok` |
+| `CacheReset`, `RuntimeClosed` | reset or close while waiting | retry later, give up |
+| `EngineDead` | the device behind a copy engine is lost | restart the process |
+| `CacheCrashed` | an invariant broke | restart the runtime |
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = [
+    "CacheCrashed",
+    "CacheReset",
+    "EngineDead",
+    "InvalidRequest",
+    "NoRoom",
+    "OwnershipError",
+    "PhloemError",
+    "PoolFigures",
+    "RuntimeClosed",
+    "StaleHandle",
+    "TransferFailed",
+]
+
+
+class PhloemError(Exception):
+    """The base of all errors of this package."""
+
+
+class InvalidRequest(PhloemError, ValueError):
+    """The call itself is wrong: bad tokens, lengths, positions, or a call out of order."""
+
+
+class StaleHandle(PhloemError):
+    """A lease, grant or request that was finished, used twice, or belongs to another runtime."""
+
+
+class OwnershipError(PhloemError):
+    """Ids that are not the caller's to give. Nothing was changed."""
+
+
+class TransferFailed(PhloemError):
+    """A copy failed under steps that already ran on it.
+
+    `tokens_ok` tokens of the request are still good: compute again from there.
+    """
+
+    def __init__(self, message: str, *, tokens_ok: int = 0) -> None:
+        super().__init__(f"{message} ({tokens_ok} tokens are still good)")
+        self.tokens_ok = tokens_ok
+
+
+class CacheReset(PhloemError):
+    """The cache was reset while the caller waited."""
+
+
+class RuntimeClosed(PhloemError):
+    """The runtime is closed, or was closed while the caller waited."""
+
+
+class EngineDead(PhloemError):
+    """The device behind a copy engine is lost; every copy on it has failed."""
+
+
+class CacheCrashed(PhloemError):
+    """An invariant of the cache broke; the runtime has stopped. The cause is chained."""
+
+
+class PoolFigures(NamedTuple):
+    """One pool at the moment of a refusal, in pages (kv) or slots (state).
+
+    `evictable` counts what no lease protects; `granted` what requests hold outside the tree.
+    """
+
+    component: str
+    asked: int
+    size: int
+    free: int
+    parked: int
+    evictable: int
+    protected: int
+    granted: int
+    in_flight: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.component}: asked {self.asked} of {self.size}, free {self.free}, "
+            f"parked {self.parked}, evictable {self.evictable}, protected {self.protected}, "
+            f"granted {self.granted}, in flight {self.in_flight}"
+        )
+
+
+class NoRoom(PhloemError):
+    """The pools cannot give what was asked; carries the figures.
+
+    `deadlock` is true when every holder waited for another and this one was chosen to give way.
+    """
+
+    def __init__(self, figures: tuple[PoolFigures, ...], *, deadlock: bool = False) -> None:
+        why = "every holder waits" if deadlock else "no room"
+        super().__init__(f"{why}: " + "; ".join(map(str, figures)))
+        self.figures = figures
+        self.deadlock = deadlock
