@@ -1,15 +1,15 @@
 """Every error that a caller can act on; one class for each thing that the caller can do about it.
 
-| error | when | what the caller can do |
-|---|---|---|
-| `InvalidRequest` | bad tokens, lengths, positions, order of calls | fix the call |
-| `NoRoom` | the pools cannot give it | preempt, wait, refuse |
-| `StaleHandle` | a lease, grant or request that is finished, used twice or of another runtime | acquire again |
-| `OwnershipError` | ids that are not the caller's | fix the call; nothing changed |
-| `TransferFailed` | a provisional step ran on a load that failed | compute from `tokens_ok` |
-| `CacheReset`, `RuntimeClosed` | reset or close while waiting | retry later, give up |
-| `EngineDead` | the device behind a copy engine is lost | restart the process |
-| `CacheCrashed` | an invariant broke | restart the runtime |
+| error | what the caller can do |
+|---|---|
+| `InvalidRequest` | fix the call |
+| `NoRoom` | preempt, wait, refuse |
+| `StaleHandle` | acquire again |
+| `OwnershipError` | fix the call; nothing changed |
+| `TransferFailed` | compute again from `tokens_ok` |
+| `CacheReset`, `RuntimeClosed` | retry later, give up |
+| `EngineDead` | restart the process |
+| `CacheCrashed` | restart the runtime |
 """
 
 from __future__ import annotations

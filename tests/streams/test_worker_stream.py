@@ -95,8 +95,9 @@ async def test_wait_holds_the_stream_until_the_fence() -> None:
 
 async def test_close_lets_what_runs_end_and_refuses_the_rest() -> None:
     stream = WorkerStream("model", LoopPoster(asyncio.get_running_loop()))
-    gate, ran = threading.Event(), list[str]()
-    running = stream.run(lambda: (gate.wait(), ran.append("running"))[0])
+    began, gate, ran = threading.Event(), threading.Event(), list[str]()
+    running = stream.run(lambda: (began.set(), gate.wait(), ran.append("running"))[1])
+    began.wait()
     stream.wait(Fence())  # never passes: it must not keep the thread
     queued = stream.run(lambda: ran.append("queued"))
     fence = stream.record()

@@ -27,9 +27,7 @@ __all__ = [
 Component: TypeAlias = Literal["kv", "state"]
 Ids: TypeAlias = "array[int]"  # int32 page or slot ids; never written to once handed over
 
-TREE = (
-    -1
-)  # the owner of what the tree holds; requests and operations own by positive account number
+TREE = -1  # the owner of what the tree holds; grants and operations own by positive numbers
 
 
 class FreeDeviceSlots(msgspec.Struct, frozen=True, gc=False, tag=True):

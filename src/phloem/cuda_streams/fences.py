@@ -51,6 +51,7 @@ class LoopPoster:
             if not self._loop.is_closed():
                 raise
             self._queue.clear()
+            self._armed = False
 
     def _serve(self) -> None:
         self._armed = False  # before taking: whoever posts from now on arms again

@@ -5,11 +5,12 @@ A model sees tensors by layer, indexed by page id or slot. Copies see a `RowPool
 
     device, kv        part of a layer:  [ K of the page | pad | V of the page | pad ]
     device, states    one part for each named state of a layer
+    host              the parts of all layers of a row side by side
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from phloem.cuda_streams.specs import KVSpec, Layered, LayerSpec, StateSpec, aligned, torch_dtype
 from phloem.errors import InvalidRequest
 
-__all__ = ["DevicePools", "LayerKV", "RowPool", "Tier"]
+__all__ = ["DevicePools", "HostPools", "LayerKV", "RowPool", "Tier"]
 
 Tier = Literal["device", "host"]
 
@@ -117,6 +118,11 @@ def _state(spec: StateSpec, slots: int, device: torch.device) -> tuple[Tensor, T
     return _typed(rows[:, : spec.nbytes], spec.dtype, spec.shape), rows
 
 
+def _host_memory(count: int, row_bytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros((count, row_bytes), dtype=torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class DevicePools:
     """The device tier. Page 0 and slot 0 are never granted: padded rows may write there.
@@ -199,6 +205,57 @@ class DevicePools:
     def nbytes(self) -> int:
         """Bytes of all pages and slots."""
         return self.pages * self.page_bytes + self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostPools:
+    """The host tier, page-first: all layers of a page (of a state) are one run of bytes."""
+
+    kv_rows: RowPool
+    state_rows: RowPool
+
+    @classmethod
+    def allocate(
+        cls,
+        like: DevicePools,
+        *,
+        pages: int,
+        states: int,
+        memory: Callable[[int, int], Tensor] = _host_memory,
+    ) -> HostPools:
+        """`pages` pages and `states` slots with the row layout of `like`; none is reserved.
+
+        `memory(count, row_bytes)` gives uint8 [count, row_bytes]; the default is ordinary memory.
+        Raises InvalidRequest for negative sizes, and what `memory` raises when it has too little.
+        """
+        for what, count in (("pages", pages), ("states", states)):
+            if count < 0:
+                raise InvalidRequest(f"{what} is {count}; at least 0")
+        return cls(
+            kv_rows=_page_first("host kv", like.kv_rows, pages, memory),
+            state_rows=_page_first("host states", like.state_rows, states, memory),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages and slots."""
+        pools = (self.kv_rows, self.state_rows)
+        return sum(pool.count * pool.row_bytes for pool in pools)
+
+
+def _page_first(
+    name: str, like: RowPool, count: int, memory: Callable[[int, int], Tensor]
+) -> RowPool:
+    row_bytes = sum(aligned(size) for sizes in like.part_bytes for size in sizes)
+    rows = memory(count, row_bytes)
+    layers: list[list[Tensor]] = []
+    start = 0
+    for sizes in like.part_bytes:
+        layers.append([])
+        for size in sizes:
+            layers[-1].append(rows[:, start : start + size])
+            start += aligned(size)
+    return RowPool(name, "host", count, layers)
 
 
 def _check_sizes(layers: Sequence[LayerSpec], pages: int, states: int, page_size: int) -> None:

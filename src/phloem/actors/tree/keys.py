@@ -23,7 +23,7 @@ _TOKEN_MAX = 2**31 - 1
 _MARK_BIT = 0x8000_0000  # no token id has it, so a marked word never equals a token
 _LITTLE = sys.byteorder == "little"
 
-# Anything that holds token ids: a list, an array, a numpy array, a CPU tensor, or a key made before.
+# Anything that holds token ids: a list, an array, a numpy array, a CPU tensor, a key made before.
 Tokens: TypeAlias = "Sequence[SupportsIndex] | npt.NDArray[np.integer] | TokenKey"
 
 
@@ -35,6 +35,9 @@ class Namespace(NamedTuple):
 
     adapter: str = ""
     salt: str = ""
+
+
+_DEFAULT = Namespace()
 
 
 class ContentMark(NamedTuple):
@@ -53,7 +56,7 @@ class TokenKey:
 
     __slots__ = ("data", "length", "namespace", "root")
 
-    def __init__(self, data: bytes, namespace: Namespace = Namespace(), extra: bytes = b"") -> None:
+    def __init__(self, data: bytes, namespace: Namespace = _DEFAULT, extra: bytes = b"") -> None:
         self.data = data
         self.length = len(data) // TOKEN_BYTES
         self.namespace = namespace
@@ -81,8 +84,8 @@ class TokenKey:
             return tokens
         data = _to_bytes(tokens)
         if not marks:
-            return cls(data, namespace or Namespace())
-        return cls(*_mark(data, namespace or Namespace(), marks))
+            return cls(data, namespace or _DEFAULT)
+        return cls(*_mark(data, namespace or _DEFAULT, marks))
 
     def extended(self, tokens: Tokens) -> TokenKey:
         """This key followed by more tokens."""

@@ -631,7 +631,7 @@ class Tree:
         node.children = None
 
     def _take_apart_upwards(self, node: Node, pages: Ids, states: Ids) -> None:
-        """A lease of a former generation has ended: its path goes as far as nobody else needs it."""
+        """A former generation's lease has ended: its path goes as far as nobody needs it."""
         while node.parent is not None and node.children is None and not protected(node):
             parent = node.parent
             assert parent.children is not None
