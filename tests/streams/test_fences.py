@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -25,7 +26,7 @@ class HandStream:
         return self.records[-1]
 
     def wait(self, fence: Fence) -> None:
-        raise AssertionError("not used here")
+        raise AssertionError(f"not used here, but asked to wait for {fence}")
 
 
 class TestFence:
@@ -56,7 +57,7 @@ class TestFence:
 
     def test_hooks_see_a_passed_fence_before_callbacks_are_posted(self) -> None:
         order: list[str] = []
-        fence = Fence(lambda fn: order.append("posted"))
+        fence = Fence(lambda _: order.append("posted"))
         fence.add_callback(lambda: None)
         fence.add_hook(lambda: order.append(f"hook, passed={fence.passed}"))
         fence.mark_passed()
@@ -75,7 +76,7 @@ class TestFence:
             thread.start()
             start.wait()
             for number in range(20):
-                fence.add_hook(lambda number=number: heard.append(number))
+                fence.add_hook(partial(heard.append, number))
             thread.join()
             assert sorted(heard) == list(range(20))
 
