@@ -47,6 +47,7 @@ def accuracy(model: torch.nn.Module, rng: Random, prompts: int) -> float:
 
 def train(model: torch.nn.Module, rng: Random) -> float:
     """Trains in place; returns the accuracy on fresh facts."""
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.0, betas=(0.9, 0.98))
     questions = torch.arange(2 * FACTS, 2 * (FACTS + QUESTIONS), 2)
     reached = 0.0
@@ -57,12 +58,15 @@ def train(model: torch.nn.Module, rng: Random) -> float:
         logits = model(input_ids=rows, use_cache=False).logits[:, questions]
         loss = functional.cross_entropy(logits.flatten(0, 1), rows[:, questions + 1].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % CHECK_EVERY == CHECK_EVERY - 1:
             reached = accuracy(model, rng, 512)
-            print(f"step {step + 1}: loss {float(loss):.3f}, recall {reached:.3f}", flush=True)
+            print(
+                f"step {step + 1}: loss {float(loss.detach()):.3f}, recall {reached:.3f}",
+                flush=True,
+            )
             if reached >= GOAL:
                 break
     return reached

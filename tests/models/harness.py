@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
+from models.zoo import MIXTURES_OF_EXPERTS, build
 from torch import Tensor
 
-from models.zoo import MIXTURES_OF_EXPERTS, build
 from phloem.cuda_streams.pools import DevicePools
 from phloem.runtime.integrations.transformers import ModelCache, Row, TransformersModel
 

@@ -5,14 +5,12 @@ All data go through scattered pages and slots of `DevicePools` that were full of
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import torch
-from torch import Tensor
-
 from models.harness import CHUNK, Harness, Run
 from models.zoo import ZOO, random_tokens
+from torch import Tensor
+
 from phloem.runtime.integrations.transformers import ALLOWED, Row
 
 PROMPT, NEW = 4 * CHUNK + 21, 12
@@ -26,11 +24,6 @@ ROUNDING, DECODED, WRONG = 1e-4, 2e-3, 1e-1
 @pytest.fixture(scope="module")
 def harness(request: pytest.FixtureRequest) -> Harness:
     return Harness(request.param)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 each_model = pytest.mark.parametrize("harness", sorted(ZOO), indirect=True)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-
 from models.zoo import ZOO, build
+
 from phloem.errors import InvalidRequest
 from phloem.runtime.integrations.selftest import SelfTestReport, adopt, self_test
 from phloem.runtime.integrations.transformers import TransformersModel, UncheckedModel
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import torch
-import transformers
-from transformers import AutoModelForCausalLM
-
 from phloem.errors import InvalidRequest
-from phloem.runtime.integrations.transformers import CausalModel
+from phloem.runtime.integrations.seeded import seeded_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from transformers import PreTrainedConfig
+    from phloem.runtime.integrations.transformers import CausalModel
 
 __all__ = ["END", "MODELS", "START", "build_model", "decode_bytes", "encode_bytes"]
 
@@ -56,130 +52,102 @@ _DELTA_NET: dict[str, object] = {
 }
 
 
-def _config(name: str, **shape: object) -> PreTrainedConfig:
-    return cast("Callable[..., PreTrainedConfig]", getattr(transformers, name))(**shape)
-
-
-def _qwen3_next() -> PreTrainedConfig:
-    return _config(
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3-next": (
         "Qwen3NextConfig",
-        **_GROUPED,
-        **_DELTA_NET,
-        head_dim=32,
-        num_hidden_layers=_LAYERS,
-        mlp_only_layers=list(range(_LAYERS)),
-    )
-
-
-def _falcon_h1() -> PreTrainedConfig:
-    return _config(
+        {
+            **_GROUPED,
+            **_DELTA_NET,
+            "head_dim": 32,
+            "num_hidden_layers": _LAYERS,
+            "mlp_only_layers": list(range(_LAYERS)),
+        },
+    ),
+    "falcon-h1": (
         "FalconH1Config",
-        **_GROUPED,
-        **_MAMBA2,
-        head_dim=32,
-        num_hidden_layers=_LAYERS // 2,  # each has attention and a state
-        mamba_d_ssm=2 * _HIDDEN,
-    )
-
-
-def _granite() -> PreTrainedConfig:
-    return _config(
+        {
+            **_GROUPED,
+            **_MAMBA2,
+            "head_dim": 32,
+            "num_hidden_layers": _LAYERS // 2,  # each has attention and a state
+            "mamba_d_ssm": 2 * _HIDDEN,
+        },
+    ),
+    "granite-hybrid": (
         "GraniteMoeHybridConfig",
-        **_GROUPED,
-        **_MAMBA2,
-        num_hidden_layers=_LAYERS,
-        layer_types=_PATTERN,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        shared_intermediate_size=2 * _HIDDEN,
-    )
-
-
-def _nemotron_h() -> PreTrainedConfig:
-    return _config(
+        {
+            **_GROUPED,
+            **_MAMBA2,
+            "num_hidden_layers": _LAYERS,
+            "layer_types": _PATTERN,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 2 * _HIDDEN,
+        },
+    ),
+    "nemotron-h": (
         "NemotronHConfig",
-        **_GROUPED,
-        head_dim=32,
-        layers_block_type=[_LINEAR, "mlp", _LINEAR, "mlp", _LINEAR, _FULL, "mlp"] * 2,
-        ssm_state_size=64,
-        mamba_num_heads=8,
-        mamba_head_dim=2 * _HIDDEN // 8,
-        n_groups=1,
-        expand=2,
-        chunk_size=64,
-    )
-
-
-def _bamba() -> PreTrainedConfig:
-    return _config(
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "layers_block_type": [_LINEAR, "mlp", _LINEAR, "mlp", _LINEAR, _FULL, "mlp"] * 2,
+            "ssm_state_size": 64,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 2 * _HIDDEN // 8,
+            "n_groups": 1,
+            "expand": 2,
+            "chunk_size": 64,
+        },
+    ),
+    "bamba": (
         "BambaConfig",
-        **_GROUPED,
-        **_MAMBA2,
-        num_hidden_layers=_LAYERS,
-        attn_layer_indices=[3, 7],
-        mamba_expand=2,
-    )
-
-
-def _olmo_hybrid() -> PreTrainedConfig:
-    return _config(
+        {
+            **_GROUPED,
+            **_MAMBA2,
+            "num_hidden_layers": _LAYERS,
+            "attn_layer_indices": [3, 7],
+            "mamba_expand": 2,
+        },
+    ),
+    "olmo-hybrid": (
         "OlmoHybridConfig",
-        **_GROUPED,
-        num_hidden_layers=_LAYERS,
-        linear_num_key_heads=8,
-        linear_num_value_heads=8,
-        linear_key_head_dim=24,
-        linear_value_head_dim=48,
-    )
-
-
-def _kimi_linear() -> PreTrainedConfig:
-    return _config(
+        {
+            **_GROUPED,
+            "num_hidden_layers": _LAYERS,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 48,
+        },
+    ),
+    "kimi-linear": (
         "KimiLinearConfig",
-        **_BASE,
-        num_key_value_heads=8,
-        intermediate_size=2 * _HIDDEN,
-        num_hidden_layers=_LAYERS,
-        first_k_dense_replace=_LAYERS,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        linear_head_dim=32,
-        linear_num_heads=8,
-        layer_types=_PATTERN,
-    )
-
-
-def _lfm2() -> PreTrainedConfig:
-    return _config(
+        {
+            **_BASE,
+            "num_key_value_heads": 8,
+            "intermediate_size": 2 * _HIDDEN,
+            "num_hidden_layers": _LAYERS,
+            "first_k_dense_replace": _LAYERS,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "linear_head_dim": 32,
+            "linear_num_heads": 8,
+            "layer_types": _PATTERN,
+        },
+    ),
+    "lfm2": (
         "Lfm2Config",
-        **_GROUPED,
-        num_hidden_layers=_LAYERS,
-        full_attn_idxs=[3, 7],
-        conv_L_cache=3,
-    )
-
-
-def _qwen3() -> PreTrainedConfig:
-    return _config("Qwen3Config", **_GROUPED, head_dim=32, num_hidden_layers=_LAYERS)
-
-
-def _llama() -> PreTrainedConfig:
-    return _config("LlamaConfig", **_GROUPED, num_hidden_layers=_LAYERS)
-
-
-MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3-next": _qwen3_next,
-    "falcon-h1": _falcon_h1,
-    "granite-hybrid": _granite,
-    "nemotron-h": _nemotron_h,
-    "bamba": _bamba,
-    "olmo-hybrid": _olmo_hybrid,
-    "kimi-linear": _kimi_linear,
-    "lfm2": _lfm2,
-    "qwen3": _qwen3,
-    "llama": _llama,
+        {
+            **_GROUPED,
+            "num_hidden_layers": _LAYERS,
+            "full_attn_idxs": [3, 7],
+            "conv_L_cache": 3,
+        },
+    ),
+    "qwen3": ("Qwen3Config", {**_GROUPED, "head_dim": 32, "num_hidden_layers": _LAYERS}),
+    "llama": ("LlamaConfig", {**_GROUPED, "num_hidden_layers": _LAYERS}),
 }
 """Names for `build_model`; the last two have attention only."""
 
@@ -187,20 +155,12 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 def build_model(name: str, seed: int = 0) -> CausalModel:
     """A float32 model in evaluation mode, the same for the same seed.
 
-    The time steps of recurrent layers are drawn for a memory of hundreds of tokens. Raises
-    `InvalidRequest` for a name that is not in `MODELS`.
+    Raises `InvalidRequest` for a name that is not in `MODELS`.
     """
     if name not in MODELS:
         raise InvalidRequest(f"no model {name!r}; there are {', '.join(MODELS)}")
-    config = MODELS[name]()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = cast("torch.nn.Module", AutoModelForCausalLM.from_config(config))
-        for parameter, weight in model.named_parameters():
-            if parameter.endswith("dt_bias"):
-                step = torch.exp(torch.empty(weight.shape).uniform_(-6.9, -2.3))
-                weight.data.copy_(step + torch.log(-torch.expm1(-step)))
-    return cast("CausalModel", model.eval())
+    config_class, shape = MODELS[name]
+    return cast("CausalModel", seeded_model(config_class, shape, seed))
 
 
 def encode_bytes(text: str) -> list[int]:

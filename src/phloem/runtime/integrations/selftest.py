@@ -9,6 +9,7 @@ state or wrong KV is seen at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from torch import Tensor
@@ -68,9 +69,8 @@ class SelfTestReport:
 
 def self_test(model: TransformersModel, *, seed: int = 0) -> SelfTestReport:
     """Runs a random prompt of 256 tokens in several ways; a few seconds for a small model."""
-    generator = torch.Generator().manual_seed(seed)
     length = _CHUNK * _CHUNKS
-    prompt: list[int] = torch.randint(0, model.vocabulary, (length,), generator=generator).tolist()
+    prompt = Random(seed).choices(range(model.vocabulary), k=length)
     pools = DevicePools.allocate(
         model.layout,
         pages=length // _PAGE + 1,

@@ -40,6 +40,8 @@ from phloem.runtime.layout import ModelLayout
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from transformers import PreTrainedConfig
+
     from phloem.cuda_streams.pools import DevicePools
 
 __all__ = ["ALLOWED", "CausalModel", "ModelCache", "Row", "TransformersModel", "UncheckedModel"]
@@ -120,11 +122,11 @@ class Row(NamedTuple):
 class _StatePart(NamedTuple):
     layer: int
     kind: str  # "conv" or "recurrent"
-    index: int
+    number: int
 
     @property
     def name(self) -> str:
-        return self.kind if self.index == 0 else f"{self.kind}{self.index}"
+        return self.kind if self.number == 0 else f"{self.kind}{self.number}"
 
 
 class TransformersModel:
@@ -149,23 +151,23 @@ class TransformersModel:
         self.model = model
         self.model_type = model_type
         self.vocabulary = model.config.vocab_size
-        parameters = inspect.signature(type(model).forward).parameters  # pyright: ignore
+        module = cast("torch.nn.Module", model)
+        parameters = inspect.signature(module.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self.device = next(cast("torch.nn.Module", model).parameters()).device
+        self.device = next(module.parameters()).device
         self.layout = self._probe()
 
     def _probe(self) -> ModelLayout:
         """Runs a few tokens and reads what the cache object then holds, layer by layer."""
         cache = self._bare_cache()
-        for index, layer in enumerate(cache.layers):
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                raise InvalidRequest(f"layer {index} keeps a sliding window: not supported")
+        if windows := _layers_of(DynamicSlidingWindowLayer, cache):
+            raise InvalidRequest(f"layers {windows} keep sliding windows: not supported")
         self.forward([0] * _PROBE_TOKENS, cache, 0)
-        self._kv_layers = [
-            index for index, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)
-        ]
+        self._kv_layers = _layers_of(CacheLayerMixin, cache)
         self._state_parts = [
-            part for index, layer in enumerate(cache.layers) for part in _state_parts(index, layer)
+            part
+            for index in _layers_of(LinearAttentionCacheLayerMixin, cache)
+            for part in _state_parts(index, cache.layers[index])
         ]
         self._zeros = {
             part: torch.zeros_like(_state(cache.layers[part.layer], part))
@@ -193,7 +195,7 @@ class TransformersModel:
     # ------------------------------------------------------------------ running the model
 
     def _bare_cache(self) -> ModelCache:
-        return cast("ModelCache", DynamicCache(config=self.model.config))
+        return cast("ModelCache", DynamicCache(config=cast("PreTrainedConfig", self.model.config)))
 
     @torch.inference_mode()
     def new_cache(self) -> ModelCache:
@@ -279,9 +281,9 @@ class TransformersModel:
     def _load_state(self, cache: ModelCache, part: _StatePart, states: Tensor) -> None:
         """Copies `states` into the cache object and marks them as present."""
         if part.kind == "conv":
-            cache.update_conv_state(states, part.layer, state_idx=part.index)
+            cache.update_conv_state(states, part.layer, state_idx=part.number)
         else:
-            cache.update_recurrent_state(states, part.layer, state_idx=part.index)
+            cache.update_recurrent_state(states, part.layer, state_idx=part.number)
 
     def _gather_kv(
         self, cache: ModelCache, pools: DevicePools, rows: Sequence[Row], longest: int
@@ -363,17 +365,21 @@ def _dtype(tensor: Tensor) -> str:
 
 def _state(layer: _CacheLayer, part: _StatePart) -> Tensor:
     states = layer.conv_states if part.kind == "conv" else layer.recurrent_states
-    state = states[part.index]
+    state = states[part.number]
     if state is None:
         raise InvalidRequest(f"layer {part.layer} of the cache object holds no {part.name} state")
     return state
 
 
+def _layers_of(kind: type, cache: ModelCache) -> list[int]:
+    layers = cast("Sequence[object]", cache.layers)
+    return [index for index, layer in enumerate(layers) if isinstance(layer, kind)]
+
+
 def _state_parts(index: int, layer: _CacheLayer) -> Iterator[_StatePart]:
-    """The states that a layer of a filled cache object holds."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for number in range(layer.number_of_states):
-            if layer.conv_states[number] is not None:
-                yield _StatePart(index, "conv", number)
-            if layer.recurrent_states[number] is not None:
-                yield _StatePart(index, "recurrent", number)
+    """The states that a recurrent layer of a filled cache object holds."""
+    for number in range(layer.number_of_states):
+        if layer.conv_states[number] is not None:
+            yield _StatePart(index, "conv", number)
+        if layer.recurrent_states[number] is not None:
+            yield _StatePart(index, "recurrent", number)
