@@ -25,7 +25,8 @@ class Dispatcher:
     that a channel has a ticket to take; it is called without the lock.
     """
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: Post, fault: Fault | None = None) -> None:
+        self.fault = fault
         self._post = post
         self._lock = threading.Lock()
         self._seq = 0
@@ -97,11 +98,31 @@ class Dispatcher:
 
     def finish(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """The ticket's memory is left alone; EngineDead as `error` ends the engine."""
+        dies = isinstance(error, EngineDead) and self._dead is None
         with self._lock:
             self._inflight[ticket.batch.channel] -= ticket.batch.nbytes
+            if dies:  # before the ticket tells: what requires it should hear of the cause
+                self._dead = error
         ticket.finish(error)
-        if isinstance(error, EngineDead) and self._dead is None:
-            self.kill(error)
+        if dies:
+            self._flush()
+
+    def attempt(self, ticket: Ticket, layer: int, act: Callable[[], None]) -> BaseException | None:
+        """Run `act`, the work of one layer; gives back what ends the ticket if it raises."""
+        try:
+            act()
+        except EngineDead as error:
+            return error
+        except Exception as error:  # noqa: BLE001  an engine outlives whatever a copy throws
+            failure = CopyFailed(f"{ticket!r} failed at layer {layer}: {error}")
+            failure.__cause__ = error
+            return failure
+        return None
+
+    def inject(self, ticket: Ticket, layer: int) -> None:
+        """Let the injected fault, if there is one, raise before a layer."""
+        if self.fault is not None:
+            self.fault(ticket, layer)
 
     def interrupted(self, ticket: Ticket) -> BaseException | None:
         """Why a running ticket should stop at the next layer boundary, if it should."""
@@ -110,13 +131,6 @@ class Dispatcher:
         if ticket.cancel_asked or self._closed:
             return CopyCancelled(f"{ticket!r} was cancelled after {ticket.layers_done} layers")
         return None
-
-    def kill(self, error: BaseException) -> None:
-        """The device is lost: everything queued fails, nothing more is accepted. Idempotent."""
-        with self._lock:
-            if self._dead is None:
-                self._dead = error
-        self._flush()
 
     def stop(self) -> None:
         """Refuse new batches and cancel what is queued. Idempotent."""

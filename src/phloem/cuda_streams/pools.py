@@ -72,6 +72,11 @@ class RowPool:
         """Bytes of one row over all layers."""
         return sum(map(sum, self.part_bytes))
 
+    @property
+    def is_meta(self) -> bool:
+        """The rows have sizes but no bytes (torch's `meta` device): for simulations."""
+        return any(part.is_meta for parts in self._parts for part in parts)
+
     def parts(self, layer: int) -> tuple[Tensor, ...]:
         """The parts of a model layer as uint8 [count, bytes]; empty if it keeps nothing here."""
         return self._parts[layer]

@@ -1,0 +1,126 @@
+"""What the engine tests share: small pools full of random bytes, engines by name, an oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phloem.cuda_streams.batches import Channel, Clear, CopyItem
+from phloem.cuda_streams.clocks import LoopClock
+from phloem.cuda_streams.dispatch import Dispatcher, Fault
+from phloem.cuda_streams.fences import LoopPoster
+from phloem.cuda_streams.hazards import HazardChecker
+from phloem.cuda_streams.mover import RowMover
+from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
+from phloem.cuda_streams.threads import ThreadEngine
+from phloem.cuda_streams.virtual import Link, VirtualEngine
+from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec
+
+LAYOUT = ModelLayout.from_layers(
+    [
+        LayerSpec(states=(StateSpec("recurrent", (4, 8)), StateSpec("conv", (5, 3), "bfloat16"))),
+        LayerSpec(),
+        LayerSpec(KVSpec((2, 4), (2, 4), "bfloat16"), (StateSpec("conv", (7,), "float16"),)),
+        LayerSpec(kv=KVSpec((1, 3), (1, 5), "float32")),
+    ]
+)
+
+FAST: dict[Channel, Link] = {
+    "d2h": Link(10**12, 1000, 100, 10, 50),
+    "h2d": Link(10**12, 1000, 100, 10, 50),
+    "d2d": Link(10**13, 500),
+}
+
+
+def fill(pool: RowPool, seed: int) -> None:
+    """Random bytes in every row."""
+    rng = torch.Generator().manual_seed(seed)
+    for layer in range(pool.layers):
+        for part in pool.parts(layer):
+            part.copy_(torch.randint(0, 256, part.shape, generator=rng, dtype=torch.uint8))
+
+
+def image(pool: RowPool) -> list[Tensor]:
+    """The bytes of a pool as they are now."""
+    return [part.clone() for layer in range(pool.layers) for part in pool.parts(layer)]
+
+
+def apply(item: CopyItem, images: dict[str, list[Tensor]]) -> None:
+    """The oracle: what an item does, row by row, to images of the pools."""
+    for number, target in enumerate(images[item.target.name]):
+        for index, row in enumerate(item.target_ids):
+            if isinstance(item, Clear):
+                target[row] = 0
+            else:
+                target[row] = images[item.source.name][number][item.source_ids[index]]
+
+
+@dataclass(repr=False)
+class Bench:
+    """Pools and the engines under test; `close` ends the engines."""
+
+    kind: str
+    device: DevicePools
+    host: HostPools
+    engines: list[Dispatcher]
+    hazards: HazardChecker
+
+    @classmethod
+    def make(cls, kind: str, *, pages: int = 24, states: int = 12, page_size: int = 2) -> Bench:
+        device = DevicePools.allocate(LAYOUT, pages=pages, states=states, page_size=page_size)
+        host = HostPools.allocate(device, pages=pages, states=states)
+        bench = cls(kind, device, host, [], HazardChecker())
+        for seed, pool in enumerate(bench.pools):
+            fill(pool, seed)
+        return bench
+
+    @property
+    def pools(self) -> tuple[RowPool, ...]:
+        device, host = self.device, self.host
+        return (device.kv_rows, device.state_rows, host.kv_rows, host.state_rows)
+
+    def images(self) -> dict[str, list[Tensor]]:
+        return {pool.name: image(pool) for pool in self.pools}
+
+    def same(self, images: dict[str, list[Tensor]]) -> bool:
+        now = self.images()
+        return all(
+            torch.equal(part, want)
+            for name, parts in now.items()
+            for part, want in zip(parts, images[name], strict=True)
+        )
+
+    def engine(
+        self,
+        fault: Fault | None = None,
+        *,
+        mover: Callable[[], RowMover] = RowMover,
+        order_seed: int | None = None,
+    ) -> Dispatcher:
+        loop = asyncio.get_running_loop()
+        if self.kind == "threads":
+            engine: Dispatcher = ThreadEngine(LoopPoster(loop), fault=fault, mover=mover)
+        else:
+            clock = LoopClock(loop)
+            engine = VirtualEngine(
+                clock, links=FAST, fault=fault, hazards=self.hazards, order_seed=order_seed
+            )
+        self.engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+
+def some_ids(rng: random.Random, pool: RowPool, count: int) -> list[int]:
+    """`count` distinct rows: scattered, or one run."""
+    if rng.random() < 0.5:
+        return rng.sample(range(1, pool.count), count)
+    start = rng.randrange(1, pool.count - count + 1)
+    return list(range(start, start + count))

@@ -1,0 +1,386 @@
+"""One suite for all engines: bytes, order, failure, cancelling, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from phloem.cuda_streams.batches import CHANNELS, Channel, Clear, Copy, CopyBatch, CopyItem
+from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket, TicketState
+from phloem.cuda_streams.fences import Fence
+from phloem.cuda_streams.mover import RowMover
+from phloem.errors import EngineDead, InvalidRequest, RuntimeClosed
+from streams.bench import LAYOUT, Bench, apply, some_ids
+
+LAYERS = len(LAYOUT.layers)
+
+
+@pytest.fixture(params=["threads", "virtual"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench.make(request.param)
+    yield bench
+    bench.close()
+    assert not bench.hazards.found
+    assert all(engine.inflight_bytes() == 0 for engine in bench.engines)
+
+
+def backup(bench: Bench, source: list[int], target: list[int]) -> Copy:
+    return Copy(bench.device.kv_rows, bench.host.kv_rows, source, target)
+
+
+def load(bench: Bench, source: list[int], target: list[int]) -> Copy:
+    return Copy(bench.host.kv_rows, bench.device.kv_rows, source, target)
+
+
+def cow(bench: Bench, source: int, target: int) -> Copy:
+    return Copy(bench.device.state_rows, bench.device.state_rows, [source], [target])
+
+
+class Gate:
+    """A fault that holds tickets labelled `slow` at their first layer, in either engine.
+
+    Threads are held by an event; virtual time goes on, so there a fence must do: see `batch`.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._threads = bench.kind == "threads"
+        self._event = threading.Event()
+        self.began = threading.Event()
+        self._fence = Fence()
+
+    def fault(self, ticket: Ticket, layer: int) -> None:
+        if ticket.batch.label == "slow" and layer == 0:
+            self.began.set()
+            self._event.wait(10)
+
+    def batch(self, item: Copy) -> CopyBatch:
+        after = () if self._threads else (self._fence,)
+        return CopyBatch("d2h", (item,), after=after, label="slow")
+
+    def open(self) -> None:
+        self._event.set()
+        self._fence.mark_passed()
+
+
+class TestBytes:
+    @pytest.mark.parametrize("by_layer", [True, False])
+    @pytest.mark.parametrize("seed", range(4))
+    async def test_all_channels_and_kinds(self, bench: Bench, seed: int, by_layer: bool) -> None:
+        # Small buffers: every path of the mover and every remainder is taken.
+        mover = partial(RowMover, stage_bytes=256, run_bytes=96, call_bytes=160)
+        engine, rng, images = bench.engine(mover=mover), random.Random(seed), bench.images()
+        for _ in range(12):
+            count = rng.randrange(1, 10)
+            kv, host_kv = bench.device.kv_rows, bench.host.kv_rows
+            states, host_states = bench.device.state_rows, bench.host.state_rows
+            a, b = some_ids(rng, kv, count), some_ids(rng, host_kv, count)
+            s, t, u = rng.sample(range(1, states.count), 3)
+            cases: dict[Channel, list[tuple[CopyItem, ...]]] = {
+                "d2h": [(Copy(kv, host_kv, a, b), Copy(states, host_states, [s], [t]))],
+                "h2d": [(Copy(host_kv, kv, a, b), Copy(host_states, states, [s], [t]))],
+                "d2d": [
+                    (Copy(states, states, [s, s], [t, u]),),
+                    (Copy(states, states, [s], [t]), Clear(states, [u])),
+                ],
+            }
+            channel = rng.choice(CHANNELS)
+            batch = CopyBatch(channel, rng.choice(cases[channel]), by_layer=by_layer)
+            ticket = engine.submit(batch)
+            await ticket
+            assert ticket.done and ticket.state is TicketState.DONE
+            assert ticket.layers_done == LAYERS and ticket.error is None
+            for item in batch.items:
+                apply(item, images)
+            assert bench.same(images)
+
+    async def test_states_of_mixed_dtypes_arrive_as_tensors(self, bench: Bench) -> None:
+        await bench.engine().submit(CopyBatch("d2d", (cow(bench, 3, 5),)))
+        for tensors in bench.device.states.values():
+            for tensor in tensors.values():
+                assert tensor[3].view(-1).tolist() == pytest.approx(
+                    tensor[5].view(-1).tolist(), nan_ok=True, abs=0, rel=0
+                )
+
+    async def test_empty_and_whole(self, bench: Bench) -> None:
+        engine, images = bench.engine(), bench.images()
+        await engine.submit(CopyBatch("d2h", (backup(bench, [], []),)))
+        assert bench.same(images)
+        everything = list(range(bench.device.pages))
+        item = backup(bench, everything, everything[::-1])
+        await engine.submit(CopyBatch("d2h", (item,), by_layer=True))
+        apply(item, images)
+        assert bench.same(images)
+
+
+class TestOrder:
+    async def test_after_orders_and_requires_needs(self, bench: Bench) -> None:
+        fence, engine, images = Fence(), bench.engine(), bench.images()
+        first = engine.submit(CopyBatch("d2h", (backup(bench, [1, 5], [3, 4]),), after=(fence,)))
+        second = engine.submit(CopyBatch("h2d", (load(bench, [3, 4], [7, 9]),), requires=(first,)))
+        third = engine.submit(CopyBatch("h2d", (load(bench, [8], [1]),), after=(second,)))
+        await asyncio.sleep(0.02)
+        assert bench.same(images), "nothing moves before the fence"
+        assert [t.state for t in (first, second, third)] == [TicketState.QUEUED] * 3
+        assert engine.inflight_bytes("h2d") == 3 * bench.device.page_bytes
+        assert engine.inflight_bytes() == 5 * bench.device.page_bytes
+        fence.mark_passed()
+        await third
+        for ticket in (first, second, third):
+            apply(ticket.batch.items[0], images)
+        assert bench.same(images) and engine.inflight_bytes() == 0
+
+    async def test_a_failure_spreads_by_requires_only(self, bench: Bench) -> None:
+        def fault(ticket: Ticket, layer: int) -> None:
+            if ticket.batch.label == "bad" and layer == 2:
+                raise OSError("injected")
+
+        engine, images = bench.engine(fault), bench.images()
+        bad = engine.submit(
+            CopyBatch("d2h", (backup(bench, [1], [2]),), by_layer=True, label="bad")
+        )
+        needs = engine.submit(CopyBatch("h2d", (load(bench, [2], [3]),), requires=(bad,)))
+        needs_too = engine.submit(CopyBatch("d2d", (cow(bench, 1, 2),), requires=(needs,)))
+        follows = engine.submit(CopyBatch("h2d", (load(bench, [5], [6]),), after=(bad, needs)))
+        with pytest.raises(CopyFailed, match="injected") as caught:
+            await bad
+        assert isinstance(caught.value.__cause__, OSError)
+        assert bad.layers_done == 2 and bad.state is TicketState.FAILED
+        for ticket in (needs, needs_too):
+            with pytest.raises(CopyFailed, match="ended without its data"):
+                await ticket
+            assert ticket.layers_done == 0
+        await follows
+        apply(follows.batch.items[0], images)
+        now = bench.images()
+        assert all(map(lambda a, b: bool((a == b).all()), now["device kv"], images["device kv"]))
+        assert bench.same(images | {"host kv": now["host kv"]}), "untouched but the failed target"
+
+    async def test_priority_then_age_among_the_ready(self, bench: Bench) -> None:
+        order: list[str] = []
+        fence, engine = Fence(), bench.engine(lambda ticket, _: order.append(ticket.batch.label))
+        tickets = [
+            engine.submit(
+                CopyBatch("d2h", (backup(bench, [n], [n]),), (fence,), priority=p, label=f"{p}{n}")
+            )
+            for n, p in enumerate([1, 0, 1, 0, 2], start=1)
+        ]
+        hold = threading.Event()
+        if bench.kind == "threads":  # else the worker runs the first before the next is ready
+            engine.submit(CopyBatch("d2h", (backup(bench, [9], [9]),), label="hold"))
+            engine.fault = lambda ticket, _: (
+                hold.wait(10) if ticket.batch.label == "hold" else order.append(ticket.batch.label)
+            )
+        await asyncio.sleep(0.02)
+        order.clear()
+        fence.mark_passed()
+        hold.set()
+        await engine.drain()
+        assert all(ticket.done for ticket in tickets)
+        assert order[::LAYERS] == ["02", "04", "11", "13", "25"]
+
+
+class TestWaiting:
+    async def test_layer_by_layer(self, bench: Bench) -> None:
+        seen: list[tuple[int, bool]] = []
+        engine, images = bench.engine(), bench.images()
+        item = backup(bench, [1, 4, 2], [9, 8, 11])
+        ticket = engine.submit(CopyBatch("d2h", (item,), by_layer=True))
+        apply(item, images)
+        fences = [ticket.layer_fence(layer) for layer in range(LAYERS)]
+        part = 0
+        for layer in range(LAYERS):
+            await ticket.layer(layer)
+            assert ticket.layers_done > layer and fences[layer].passed
+            for got in bench.host.kv_rows.parts(layer):
+                seen.append((layer, bool((got == images["host kv"][part]).all())))
+                part += 1
+        assert seen == [(2, True), (3, True)]
+        await ticket
+        assert ticket.layer_fence(0).passed
+        for layer in (-1, LAYERS):
+            with pytest.raises(InvalidRequest, match="of a model of"):
+                await ticket.layer(layer)
+
+    async def test_without_by_layer_all_land_at_the_end(self, bench: Bench) -> None:
+        counts: list[int] = []
+        engine = bench.engine(lambda ticket, _: counts.append(ticket.layers_done))
+        ticket = engine.submit(CopyBatch("d2h", (backup(bench, [1], [1]),)))
+        await ticket.layer(0)
+        assert ticket.layers_done == LAYERS and set(counts) == {0}
+
+    async def test_a_cancelled_waiter_leaves_copy_and_others(self, bench: Bench) -> None:
+        gate = Gate(bench)
+        engine = bench.engine(gate.fault)
+        ticket = engine.submit(gate.batch(backup(bench, [1], [2])))
+
+        async def wait() -> None:
+            await ticket
+
+        patient, hasty = asyncio.create_task(wait()), asyncio.create_task(wait())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ticket, 0.02)
+        hasty.cancel()
+        await asyncio.sleep(0)
+        assert hasty.cancelled() and not ticket.done and not ticket.quiesced.passed
+        gate.open()
+        await patient
+        await ticket  # late
+        assert ticket.done and not ticket._waiters
+
+    async def test_callbacks_once_on_the_loop(self, bench: Bench) -> None:
+        gate, heard = Gate(bench), list[tuple[Ticket, str]]()
+        engine = bench.engine(gate.fault)
+        ticket = engine.submit(gate.batch(backup(bench, [1], [2])))
+
+        def hear(ticket: Ticket) -> None:
+            asyncio.get_running_loop()  # raises on any other thread
+            heard.append((ticket, threading.current_thread().name))
+
+        ticket.add_done_callback(hear)
+        gate.open()
+        await ticket
+        await asyncio.sleep(0.01)
+        ticket.add_done_callback(hear)
+        assert heard == [(ticket, threading.current_thread().name)] * 2
+
+    async def test_done_means_quiet(self, bench: Bench) -> None:
+        # State, then fence, then waiters: whoever is woken by any of them finds all three.
+        engine = bench.engine()
+        for number in range(1, 20):
+            seen: list[tuple[bool, TicketState]] = []
+            ticket = engine.submit(CopyBatch("d2h", (backup(bench, [number], [number]),)))
+            ticket.quiesced.add_hook(lambda t=ticket, seen=seen: seen.append((t.done, t.state)))
+            await ticket
+            assert ticket.quiesced.passed and seen == [(True, TicketState.DONE)]
+            assert engine.inflight_bytes() == 0
+
+    async def test_the_engine_keeps_a_lost_ticket_alive(self, bench: Bench) -> None:
+        gate = Gate(bench)
+        engine = bench.engine(gate.fault)
+        ticket = engine.submit(gate.batch(backup(bench, [1], [2])))
+        quiesced, weak = ticket.quiesced, weakref.ref(ticket)
+        del ticket
+        gc.collect()
+        assert weak() is not None
+        heard = asyncio.Event()
+        quiesced.add_callback(heard.set)
+        gate.open()
+        await asyncio.wait_for(heard.wait(), 5)
+        await engine.drain()
+        gc.collect()
+        assert weak() is None, "and lets it go when it is done"
+
+    async def test_no_ambient_stream(self, bench: Bench) -> None:
+        with pytest.raises(InvalidRequest, match="ambient"):
+            bench.engine().record(None)
+
+
+class TestCancel:
+    async def test_queued(self, bench: Bench) -> None:
+        engine, images = bench.engine(), bench.images()
+        never = engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),), after=(Fence(),)))
+        assert engine.inflight_bytes() > 0
+        never.cancel()
+        never.cancel()
+        with pytest.raises(CopyCancelled, match="never started"):
+            await never
+        assert never.state is TicketState.CANCELLED and never.layers_done == 0
+        assert bench.same(images) and engine.inflight_bytes() == 0
+        never.cancel()
+
+    async def test_running_ends_at_a_layer_boundary(self, bench: Bench) -> None:
+        def fault(ticket: Ticket, layer: int) -> None:
+            if layer == 2:
+                ticket.cancel()
+
+        engine = bench.engine(fault)
+        ticket = engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),), by_layer=True))
+        with pytest.raises(CopyCancelled, match="after 3 layers"):
+            await ticket
+        assert ticket.layers_done == 3
+        with pytest.raises(CopyCancelled):
+            await ticket.layer(3)
+        await ticket.layer(2)
+        assert ticket.layer_fence(3).passed
+
+    async def test_what_requires_a_cancelled_one_fails(self, bench: Bench) -> None:
+        engine = bench.engine()
+        first = engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),), after=(Fence(),)))
+        second = engine.submit(CopyBatch("h2d", (load(bench, [2], [3]),), requires=(first,)))
+        first.cancel()
+        with pytest.raises(CopyFailed):
+            await second
+        assert isinstance(second.error, CopyFailed)
+        assert isinstance(second.error.__cause__, CopyCancelled)
+
+
+class TestEnds:
+    async def test_a_dead_engine_fails_everything_and_hangs_nothing(self, bench: Bench) -> None:
+        def fault(ticket: Ticket, _: int) -> None:
+            if ticket.batch.label == "last":
+                raise EngineDead("device lost")
+
+        engine, images = bench.engine(fault), bench.images()
+        waiting = engine.submit(CopyBatch("h2d", (load(bench, [1], [2]),), after=(Fence(),)))
+        last = engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),), label="last"))
+        needs = engine.submit(CopyBatch("h2d", (load(bench, [2], [5]),), requires=(last,)))
+        for ticket in (last, waiting, needs):
+            with pytest.raises(EngineDead, match="device lost"):
+                await ticket
+        with pytest.raises(EngineDead, match="device lost"):
+            engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),)))
+        assert engine.inflight_bytes() == 0
+        assert bench.same(images | {"host kv": bench.images()["host kv"]})
+        await engine.drain()
+
+    async def test_close_cancels_what_is_queued(self, bench: Bench) -> None:
+        engine, images = bench.engine(), bench.images()
+        queued = [
+            engine.submit(CopyBatch("d2h", (backup(bench, [n], [n]),), after=(Fence(),)))
+            for n in range(1, 5)
+        ]
+        engine.close()
+        for ticket in queued:
+            with pytest.raises(CopyCancelled, match="engine closed"):
+                await ticket
+        with pytest.raises(RuntimeClosed):
+            engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),)))
+        engine.close()
+        await engine.drain()
+        assert bench.same(images)
+
+    async def test_drain_waits_for_all_outcomes(self, bench: Bench) -> None:
+        def fault(ticket: Ticket, _: int) -> None:
+            if ticket.seq % 3 == 0:
+                raise OSError("injected")
+
+        engine = bench.engine(fault)
+        tickets = [
+            engine.submit(CopyBatch("d2h", (backup(bench, [n], [n]),))) for n in range(1, 10)
+        ]
+        await engine.drain()
+        assert all(ticket.done for ticket in tickets)
+        assert [t.state is TicketState.FAILED for t in tickets] == [True, False, False] * 3
+
+
+def test_the_loop_may_be_gone_before_the_copies() -> None:
+    bench = Bench.make("threads")
+
+    async def leave() -> tuple[Gate, Ticket]:
+        gate = Gate(bench)
+        engine = bench.engine(gate.fault)
+        ticket = engine.submit(gate.batch(backup(bench, [1], [2])))
+        ticket.add_done_callback(lambda _: None)
+        return gate, ticket
+
+    gate, ticket = asyncio.run(leave())
+    gate.open()
+    assert ticket.quiesced.wait(10)
+    bench.close()
