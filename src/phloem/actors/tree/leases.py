@@ -8,7 +8,7 @@ there are nodes whose protection it changes, whatever the depth.
 from __future__ import annotations
 
 from phloem.actors.tree.eviction import CandidateIndex
-from phloem.actors.tree.keys import TokenKey
+from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.radix import RootName
@@ -35,7 +35,6 @@ class Lease:
         "key",
         "live",
         "owner",
-        "root",
         "running_at",
         "wanted",
     )
@@ -45,18 +44,17 @@ class Lease:
         number: int,
         owner: str,
         generation: int,
-        root: RootName,
+        key: TokenKey,
         anchor: Node,
         has_state: bool,
     ) -> None:
         self.id = number
         self.owner = owner
-        self.root = root
+        self.key = key  # the path to the anchor and, for a request, what it computes from there
         self.generation = generation
         self.anchor = anchor
         self.has_state = has_state
         self.live = True
-        self.key: TokenKey | None = None  # of a request that computes on from here
         self.running_at: tuple[RootName, int, bytes] | None = None
         self.wanted: list[Wanted] = []
 
@@ -64,6 +62,19 @@ class Lease:
     def boundary(self) -> int:
         """Tokens that the lease protects."""
         return self.anchor.end
+
+    @property
+    def root(self) -> RootName:
+        """The name of the tree, one of a namespace, that the boundary belongs to."""
+        return self.key.root
+
+    def leads_into(self, key: TokenKey) -> bool:
+        """True when `key`, of the same root, starts with the tokens up to the boundary."""
+        mine, theirs = self.key.data, key.data
+        if mine is theirs or theirs.startswith(mine):
+            return True
+        covered = self.anchor.end * TOKEN_BYTES
+        return theirs[:covered] == mine[:covered]
 
     def __repr__(self) -> str:
         state = "live" if self.live else "released"
@@ -82,11 +93,11 @@ class Leases:
         self._next_id = 0
 
     def take(
-        self, anchor: Node, root: RootName, owner: str, generation: int, *, with_state: bool
+        self, anchor: Node, key: TokenKey, owner: str, generation: int, *, with_state: bool
     ) -> Lease:
         """A new lease at `anchor`; `with_state` also protects the state there, now or later."""
         self._next_id += 1
-        lease = Lease(self._next_id, owner, generation, root, anchor, with_state)
+        lease = Lease(self._next_id, owner, generation, key, anchor, with_state)
         self.live[lease.id] = lease
         self._protect(anchor)
         if with_state:
@@ -118,11 +129,10 @@ class Leases:
             if not former:
                 self._state_index.push(anchor)
 
-    def move(self, lease: Lease, anchor: Node, now: int) -> None:
+    def move(self, lease: Lease, anchor: Node, now: int, *, with_state: bool) -> None:
         """Move a live lease to another boundary; at no time is the path unprotected."""
         self._protect(anchor)
-        with_state = lease.has_state
-        if with_state:
+        if lease.has_state:
             self.end_state(lease, now)
         self._unprotect(lease.anchor, 0, former=False)
         lease.anchor = anchor

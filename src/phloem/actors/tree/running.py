@@ -7,7 +7,7 @@ continue from it instead of computing the common part again.
 
 from __future__ import annotations
 
-from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
+from phloem.actors.tree.keys import TOKEN_BYTES, common_bytes
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.placement import Wanted, within_budget
 from phloem.actors.tree.radix import RootName
@@ -89,7 +89,6 @@ class Running:
 
     def _place(self, lease: Lease, position: int) -> _Place | None:
         key = lease.key
-        assert key is not None
         offset = position * TOKEN_BYTES
         page = key.data[offset : offset + self._page_bytes]
         if len(page) < self._page_bytes:
@@ -98,17 +97,10 @@ class Running:
 
     def _shared_grid(self, leader: Lease, other: Lease, position: int) -> int:
         """The deepest grid position at which both keys are still equal, from `position` on."""
-        mine, theirs = _key(leader), _key(other)
-        offset = min(position * TOKEN_BYTES, len(mine.data), len(theirs.data))
-        shared = offset + common_bytes(
-            mine.data, offset, len(mine.data), theirs.data, self._page_bytes, offset
-        )
+        mine, theirs = leader.key.data, other.key.data
+        offset = min(position * TOKEN_BYTES, len(mine), len(theirs))
+        shared = offset + common_bytes(mine, offset, len(mine), theirs, self._page_bytes, offset)
         return shared // TOKEN_BYTES // self._grid * self._grid
-
-
-def _key(lease: Lease) -> TokenKey:
-    assert lease.key is not None
-    return lease.key
 
 
 def _want(leader: Lease, position: int, budget: int) -> None:

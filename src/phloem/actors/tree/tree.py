@@ -218,9 +218,7 @@ class Tree:
                 node.hits += 1
                 if node is anchor:
                     break
-        lease = self.leases.take(
-            anchor, key.root, owner, self.generation, with_state=self.has_states
-        )
+        lease = self.leases.take(anchor, key, owner, self.generation, with_state=self.has_states)
         return lease, match
 
     def open(
@@ -237,7 +235,6 @@ class Tree:
         divergence to its wanted positions.
         """
         lease, match = self.acquire(key, owner=owner, limit=limit)
-        lease.key = key
         if self.has_states and self.enabled:
             lease.wanted = choose_positions(
                 self.placement,
@@ -252,23 +249,23 @@ class Tree:
         return lease, match
 
     def advance(self, lease: Lease, *, beyond: int, limit: int) -> Match:
-        """Move a request's lease to a boundary deeper than `beyond`, if others have published one.
+        """Move a lease to a boundary deeper than `beyond`, if others have published one.
 
-        Raises `StaleHandle` for a lease that has ended or is of an older generation.
+        It then covers the KV and the state there, even if it had given a former state up. Raises
+        `StaleHandle` for a lease that has ended or is of an older generation.
         """
         self.check_lease(lease)
         key = lease.key
-        assert key is not None, "only a request's lease advances"
         walk = self.radix.walk(key, self._whole(key, limit))
         anchor = self._anchor_of(walk)
         match = self._match_of(key, limit, walk, anchor)
-        if match.usable <= beyond:
+        if match.usable <= max(beyond, lease.boundary):
             return match
         if anchor is None or anchor.end < match.usable:
             assert walk.partial is not None and not self.has_states
             anchor = self.radix.split(walk.partial, walk.inside)
         self.now += 1
-        self.leases.move(lease, anchor, self.now)
+        self.leases.move(lease, anchor, self.now, with_state=self.has_states)
         lease.wanted = [wanted for wanted in lease.wanted if wanted.position > match.usable]
         if lease.running_at is not None:
             self.running.leave(lease)
@@ -277,8 +274,7 @@ class Tree:
 
     def release(self, lease: Lease) -> None:
         """End a lease. Raises `StaleHandle` when it has ended before."""
-        if not lease.live:
-            raise StaleHandle(f"{lease} was released before")
+        self._check_live(lease)
         self.now += 1
         if lease.running_at is not None:
             self.running.leave(lease, ended=True)
@@ -292,20 +288,24 @@ class Tree:
 
     def release_state(self, lease: Lease) -> None:
         """Give up only the state part. Raises `StaleHandle` when it was not held any more."""
-        if not lease.live or not lease.has_state:
+        self._check_live(lease)
+        if not lease.has_state:
             raise StaleHandle(f"{lease} holds no state")
         self.now += 1
         self.leases.end_state(lease, self.now, former=lease.generation != self.generation)
 
     def check_lease(self, lease: Lease) -> None:
         """Raise `StaleHandle` unless the lease is live and of this generation."""
-        if not lease.live:
-            raise StaleHandle(f"{lease} was released before")
+        self._check_live(lease)
         if lease.generation != self.generation:
             raise StaleHandle(
                 f"{lease} is of generation {lease.generation}; the cache was reset to "
                 f"{self.generation}"
             )
+
+    def _check_live(self, lease: Lease) -> None:
+        if self.leases.live.get(lease.id) is not lease:
+            raise StaleHandle(f"{lease} " + ("is of another tree" if lease.live else "has ended"))
 
     # -- insert --------------------------------------------------------------------------------
 
@@ -324,9 +324,7 @@ class Tree:
             start = lease.anchor.end
             if lease.root != key.root:
                 raise InvalidRequest(f"{lease} is of namespace {lease.root}, the key of {key.root}")
-            if not key.data.startswith(
-                lease.anchor.edge, start * TOKEN_BYTES - len(lease.anchor.edge)
-            ):
+            if not lease.leads_into(key):
                 raise InvalidRequest(f"the key does not continue the path of {lease}")
         whole = length // self.page_size * self.page_size
         if whole < start:
@@ -363,7 +361,7 @@ class Tree:
         """
         key = TokenKey.of(tokens)
         length = key.length if length is None else length
-        if not isinstance(pages, array):
+        if not isinstance(pages, array) or pages.typecode != "i":
             pages = array("i", pages)
         start = self.check_insert(key, length, len(pages), state, lease)
         stop = length // self.page_size * self.radix.page_bytes
@@ -382,6 +380,7 @@ class Tree:
         former: Node | None = None
         if lease is not None:
             former = lease.anchor
+            lease.key = key
             self._move_with_insert(lease, node)
         elif kv_may_go(node):
             self.kv_index.push(node)
@@ -455,7 +454,7 @@ class Tree:
 
     def _move_with_insert(self, lease: Lease, node: Node) -> None:
         if node is not lease.anchor:
-            self.leases.move(lease, node, self.now)
+            self.leases.move(lease, node, self.now, with_state=lease.has_state)
         if lease.wanted:
             lease.wanted = [wanted for wanted in lease.wanted if wanted.position > node.end]
         if lease.running_at is not None:
