@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -61,7 +61,7 @@ class TokenKey:
         self.length = len(data) // TOKEN_BYTES
         self.namespace = namespace
         # What names the key's own tree: content too short to be marked in place belongs to it.
-        self.root = (*namespace, extra)
+        self.root = (namespace.adapter, namespace.salt, extra)
 
     @classmethod
     def of(
@@ -105,12 +105,12 @@ def _to_bytes(tokens: Tokens) -> bytes:
         numbers = _as_numpy(tokens)
         if numbers is not None:
             return _numpy_bytes(numbers)
-        tokens = list(cast("Sequence[SupportsIndex]", tokens))
+        tokens = _as_list(tokens)
     try:
         words = array("i", cast("Sequence[int]", tokens))
     except (OverflowError, TypeError):
         raise _bad_token(cast("Sequence[object]", tokens)) from None
-    if words and min(words) < 0:
+    if words and int(np.frombuffer(words, "i4").min()) < 0:
         raise _bad_token(words)
     if not _LITTLE:
         words.byteswap()
@@ -122,8 +122,17 @@ def _as_numpy(tokens: object) -> npt.NDArray[np.generic] | None:
     if isinstance(tokens, np.ndarray):
         return tokens
     if hasattr(tokens, "__array__") or isinstance(tokens, memoryview):
-        return np.asarray(tokens)
+        try:
+            return np.asarray(tokens)
+        except (TypeError, ValueError, RuntimeError) as error:  # a tensor on another device
+            raise InvalidRequest(f"tokens cannot be read: {error}") from error
     return None
+
+
+def _as_list(tokens: object) -> list[SupportsIndex]:
+    if not isinstance(tokens, Iterable):
+        raise InvalidRequest(f"tokens must be a run of ids, not {type(tokens).__name__}")
+    return list(cast("Iterable[SupportsIndex]", tokens))
 
 
 def _numpy_bytes(numbers: npt.NDArray[np.generic]) -> bytes:
@@ -166,7 +175,7 @@ def _mark(
         if not mark.digest:
             raise InvalidRequest(f"content mark at position {mark.position} has no digest")
         covered = mark.position + mark.length
-        digest = _digest_words(mark.digest)
+        digest = _digest_words(mark)
         if len(digest) > mark.length:
             head = f"{mark.position}:{mark.length}:{len(mark.digest)}:".encode()
             extra.append(head + mark.digest)
@@ -175,9 +184,13 @@ def _mark(
     return words.tobytes(), namespace, b"".join(extra)
 
 
-def _digest_words(digest: bytes) -> npt.NDArray[np.uint32]:
-    """The digest in words of 31 bits with the top bit set; a leading one keeps its length."""
-    number = int.from_bytes(b"\x01" + digest, "big")
+def _digest_words(mark: ContentMark) -> npt.NDArray[np.uint32]:
+    """The span's length and digest in words of 31 bits with the top bit set.
+
+    A leading one keeps the digest's own length; with the span's, one long content is never equal to
+    several short ones in a row.
+    """
+    number = int.from_bytes(b"\x01" + mark.length.to_bytes(4, "big") + mark.digest, "big")
     words: list[int] = []
     while number:
         words.append(_MARK_BIT | (number & _TOKEN_MAX))

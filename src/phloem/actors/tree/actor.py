@@ -1,0 +1,367 @@
+"""The tree actor: messages in, results and actions out.
+
+It alone touches the tree. A turn checks everything, lets the tree decide, moves owners in the
+ledger, and sends the tree's actions in the order in which they were emitted.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from phloem.actors import messages as m
+from phloem.actors.actions import (
+    TREE,
+    ClearState,
+    CopyState,
+    EvictExcessPathStates,
+    FreeDeviceSlots,
+)
+from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
+from phloem.actors.ledger import Ledger
+from phloem.actors.tree.audit import audit_tree
+from phloem.actors.tree.leases import Lease
+from phloem.actors.tree.node import NO_SLOT
+from phloem.actors.tree.tree import Actions, InsertResult, Tree
+from phloem.actors.tree.tree import Evicted as EvictedFigures
+from phloem.actors.tree.tree import Match as MatchResult
+from phloem.errors import StaleHandle
+from phloem.events import (
+    Event,
+    Evicted,
+    Inserted,
+    LeaseEnded,
+    LeaseLeaked,
+    LeaseTaken,
+    RequestOpened,
+    ResetDone,
+    Sink,
+)
+
+__all__ = ["Operation", "TreeActor"]
+
+
+class Operation:
+    """A copy of a state through its life: who waits for it, and which lease it reads under."""
+
+    __slots__ = ("lease", "number", "reply")
+
+    def __init__(self, number: int, lease: Lease | None, reply: Reply) -> None:
+        self.number = number
+        self.lease = lease
+        self.reply = reply
+
+
+class TreeActor:
+    """One actor for one tree."""
+
+    name = "tree"
+
+    def __init__(
+        self, domain: Domain, tree: Tree, ledger: Ledger, emit: Sink | None = None
+    ) -> None:
+        self.tree = tree
+        self.operations: dict[int, Operation] = {}
+        self._domain = domain
+        self._ledger = ledger
+        self._emit = emit
+        self._allocator: Actor | None = None
+        self._transfer: Actor | None = None
+        self._next_op = 0
+        self.handlers: Handlers = {
+            m.Match: self._on_match,
+            m.Acquire: self._on_acquire,
+            m.Open: self._on_open,
+            m.Advance: self._on_advance,
+            m.Insert: self._on_insert,
+            m.Release: self._on_release,
+            m.ReleaseState: self._on_release_state,
+            m.Prepare: self._on_prepare,
+            m.CopyWorkingState: self._on_copy_working_state,
+            m.Copied: self._on_copied,
+            m.Evict: self._on_evict,
+            m.MakeRoom: self._on_make_room,
+            EvictExcessPathStates: self._on_evict_excess,
+            m.Reset: self._on_reset,
+            m.Sweep: self._on_sweep,
+            m.Audit: self._on_audit,
+        }
+
+    def connect(self, allocator: Actor, transfer: Actor) -> None:
+        """Say who carries out the tree's actions."""
+        self._allocator = allocator
+        self._transfer = transfer
+
+    # -- match and leases ----------------------------------------------------------------------
+
+    def _on_match(self, message: m.Match) -> MatchResult:
+        return self.tree.match(message.key, message.limit)
+
+    def _on_acquire(self, message: m.Acquire) -> tuple[Lease, MatchResult]:
+        lease, match = self.tree.acquire(message.key, owner=message.owner, limit=message.limit)
+        if self._emit is not None:
+            self._emit(self._taken(lease))
+        return lease, match
+
+    def _on_open(self, message: m.Open) -> tuple[Lease, MatchResult]:
+        lease, match = self.tree.open(
+            message.key,
+            owner=message.owner,
+            limit=message.limit,
+            breakpoints=message.breakpoints,
+        )
+        if self._emit is not None:
+            self._emit(
+                RequestOpened(
+                    turn=self._domain.turns,
+                    request=message.owner,
+                    tokens=match.tokens,
+                    usable=match.usable,
+                    kv_prefix=match.kv_prefix,
+                    lost={str(reason): count for reason, count in match.lost.items()},
+                    wanted=[(wanted.position, wanted.why) for wanted in lease.wanted],
+                    namespace=tuple(message.key.namespace),
+                )
+            )
+            self._emit(self._taken(lease))
+        return lease, match
+
+    def _on_advance(self, message: m.Advance) -> MatchResult:
+        self._check_ours(message.lease)
+        before = message.lease.anchor.end
+        match = self.tree.advance(message.lease, beyond=message.beyond, limit=message.limit)
+        if self._emit is not None and message.lease.anchor.end != before:
+            self._emit(self._taken(message.lease, moved=True))
+        self._let_waiters_retry()
+        return match
+
+    def _on_release(self, message: m.Release) -> None:
+        lease = message.lease
+        if message.leaked and not lease.live:
+            return
+        self._check_ours(lease)
+        self.tree.release(lease)
+        if self.tree.sweeping:
+            self._domain.send(self, m.Sweep())
+        if self._emit is not None:
+            if message.leaked:
+                self._emit(LeaseLeaked(request=lease.owner, lease=lease.id, **self._ids()))
+            self._emit(
+                LeaseEnded(
+                    request=lease.owner, lease=lease.id, boundary=lease.anchor.end, **self._ids()
+                )
+            )
+        self._let_waiters_retry()
+
+    def _on_release_state(self, message: m.ReleaseState) -> None:
+        self._check_ours(message.lease)
+        self._release_state(message.lease)
+
+    def _release_state(self, lease: Lease) -> None:
+        self.tree.release_state(lease)
+        if self._emit is not None:
+            self._emit(
+                LeaseEnded(
+                    request=lease.owner,
+                    lease=lease.id,
+                    boundary=lease.anchor.end,
+                    state_only=True,
+                    **self._ids(),
+                )
+            )
+        self._let_waiters_retry()
+
+    def _check_ours(self, lease: Lease) -> None:
+        if self.tree.leases.live.get(lease.id) is not lease:
+            raise StaleHandle(f"{lease} is not a live lease of this runtime")
+
+    def _let_waiters_retry(self) -> None:
+        if self._ledger.waiting:
+            assert self._allocator is not None
+            self._domain.send(self._allocator, m.Retry())
+
+    # -- insert --------------------------------------------------------------------------------
+
+    def _on_insert(self, message: m.Insert) -> InsertResult:
+        tree, ledger, pages, state = self.tree, self._ledger, message.pages, message.state
+        lease = message.lease
+        if lease is not None:
+            self._check_ours(lease)
+        tree.check_insert(message.key, message.length, len(pages), state, lease)
+        account = ledger.account_of(pages, state, message.owner)
+        result, actions = tree.insert(
+            message.key,
+            pages,
+            state,
+            lease,
+            length=message.length,
+            owner=account,
+            swap=message.swap,
+        )
+        if account:
+            ledger.accounts[account].fences = message.after
+            self._adopt(message, result, account)
+        if self._emit is not None:
+            self._emit(
+                Inserted(
+                    request=message.owner or "",
+                    reused=result.reused,
+                    published=result.published,
+                    pages=len(pages),
+                    state=result.state,
+                    **self._ids(),
+                )
+            )
+        if actions:
+            self._dispatch(actions)
+        if self._ledger.waiting:
+            self._let_waiters_retry()
+        return result
+
+    def _adopt(self, message: m.Insert, result: InsertResult, account: int) -> None:
+        """Move what the tree took from the account to the tree."""
+        ledger, pages = self._ledger, message.pages
+        count = 0
+        if result.adopted:
+            start, end = result.adopted[0]
+            count = (end - start) // self.tree.page_size
+            taken = pages if count == len(pages) else pages[len(pages) - count :]
+            ledger.kv.move(taken, account, TREE)
+        adopted_state = result.state == "adopted"
+        if adopted_state:
+            ledger.state.move(array("i", (message.state,)), account, TREE)
+            after = tuple(fence for fence in message.after if not fence.passed)
+            if after:
+                assert self._transfer is not None
+                self._domain.send(self._transfer, m.StateWritten(message.state, after))
+        if count or adopted_state:
+            ledger.left(account, count, int(adopted_state))
+
+    def _dispatch(self, actions: Actions) -> None:
+        assert self._allocator is not None
+        for action in actions:
+            if isinstance(action, FreeDeviceSlots):
+                self._domain.send(self._allocator, action)
+            else:
+                assert isinstance(action, EvictExcessPathStates)
+                self._domain.send(self, action)
+
+    # -- copies of states ----------------------------------------------------------------------
+
+    def _on_prepare(self, message: m.Prepare) -> object:
+        lease = message.lease
+        self._check_ours(lease)
+        assert self._transfer is not None
+        source = self.tree.state_of(lease)
+        if source == NO_SLOT:
+            if lease.has_state:
+                self._release_state(lease)  # nothing there to protect
+            operation = self._new_operation(None)
+            self._domain.send(self._transfer, ClearState(operation.number, message.target))
+        else:
+            if not lease.has_state:
+                raise StaleHandle(f"{lease} has given up its state")
+            operation = self._new_operation(lease)
+            self._domain.send(self._transfer, CopyState(operation.number, source, message.target))
+        return LATER
+
+    def _on_copy_working_state(self, message: m.CopyWorkingState) -> object:
+        assert self._transfer is not None
+        after = tuple(fence for fence in message.after if not fence.passed)
+        operation = self._new_operation(None)
+        if after:
+            self._domain.send(self._transfer, m.StateWritten(message.source, after))
+        copy = CopyState(operation.number, message.source, message.target)
+        self._domain.send(self._transfer, copy)
+        return LATER
+
+    def _new_operation(self, lease: Lease | None) -> Operation:
+        self._next_op += 1
+        operation = Operation(self._next_op, lease, self._domain.later())
+        self.operations[operation.number] = operation
+        return operation
+
+    def _on_copied(self, message: m.Copied) -> None:
+        operation = self.operations.pop(message.op)
+        lease = operation.lease
+        if lease is not None and lease.live and lease.has_state:
+            self._release_state(lease)
+        if operation.reply.done or operation.reply.abandoned:
+            return
+        if message.error is None:
+            self._domain.complete(operation.reply, operation.number)
+        else:
+            self._domain.fail(operation.reply, message.error)
+
+    # -- eviction ------------------------------------------------------------------------------
+
+    def _on_evict(self, message: m.Evict) -> EvictedFigures:
+        gone, actions = self.tree.evict(message.pages, message.states)
+        self._tell_evicted(gone, "asked", "")
+        self._dispatch(actions)
+        return gone
+
+    def _on_make_room(self, message: m.MakeRoom) -> None:
+        assert self._allocator is not None
+        figures = self.tree.figures()
+        enough = (
+            message.pages <= figures.pages_evictable and message.states <= figures.states_evictable
+        )
+        if enough:
+            gone, actions = self.tree.evict(message.pages, message.states)
+            self._tell_evicted(gone, "room", message.owner)
+            self._dispatch(actions)
+        self._domain.send(self._allocator, m.MadeRoom(enough))
+
+    def _on_evict_excess(self, action: EvictExcessPathStates) -> None:
+        gone, actions = self.tree.evict_excess(action)
+        if gone.states:
+            self._tell_evicted(gone, "path_cap", "")
+        self._dispatch(actions)
+
+    def _tell_evicted(self, gone: EvictedFigures, why: str, request: str) -> None:
+        if self._emit is not None:
+            self._emit(
+                Evicted(
+                    request=request, pages=gone.pages, states=gone.states, why=why, **self._ids()
+                )
+            )
+
+    # -- reset and audit -----------------------------------------------------------------------
+
+    def _on_reset(self, message: m.Reset) -> int:
+        del message
+        self.tree.reset()
+        if self._emit is not None:
+            self._emit(ResetDone(generation=self.tree.generation, **self._ids()))
+        self._domain.send(self, m.Sweep())
+        return self.tree.generation
+
+    def _on_sweep(self, message: m.Sweep) -> None:
+        del message
+        more, actions = self.tree.sweep()
+        self._dispatch(actions)
+        if more:
+            self._domain.send_soon(self, m.Sweep())
+
+    def _on_audit(self, message: m.Audit) -> None:
+        del message
+        audit_tree(self.tree)
+        self._ledger.audit()
+        figures = self.tree.figures()
+        assert figures.pages == self._ledger.kv.tree, "pages of the tree and of the ledger differ"
+        assert figures.states == self._ledger.state.tree, "states of tree and ledger differ"
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _ids(self) -> dict[str, int]:
+        return {"turn": self._domain.turns, "cause": self._domain.cause}
+
+    def _taken(self, lease: Lease, *, moved: bool = False) -> Event:
+        return LeaseTaken(
+            turn=self._domain.turns,
+            cause=self._domain.cause,
+            request=lease.owner,
+            lease=lease.id,
+            boundary=lease.anchor.end,
+            moved=moved,
+        )
