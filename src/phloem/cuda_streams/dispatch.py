@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch
@@ -18,11 +19,12 @@ Fault = Callable[[Ticket, int], None]
 stands for a lost device and ends the engine."""
 
 
-class Dispatcher:
+class Dispatcher(ABC):
     """Keeps tickets until they may start and hands them out, lowest (priority, seq) first.
 
     Engines call `take`, run the copy, and call `finish`. Thread-safe. `_woken` tells the engine
-    that a channel has a ticket to take; it is called without the lock.
+    that a channel has a ticket to take; it is called without the lock, from any thread, and must
+    not take it there and then.
     """
 
     def __init__(self, post: Post, fault: Fault | None = None) -> None:
@@ -84,6 +86,10 @@ class Dispatcher:
         for ticket in tickets:
             await ticket.ended()
 
+    @abstractmethod
+    def close(self) -> None:
+        """See `CopyEngine.close`."""
+
     # -- any thread
 
     def take(self, channel: Channel) -> Ticket | None:
@@ -140,8 +146,8 @@ class Dispatcher:
 
     # -- inside
 
-    def _woken(self, channel: Channel) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _woken(self, channel: Channel) -> None: ...
 
     def _flush(self) -> None:
         """Bring every waiting ticket to where `take` will end it."""
