@@ -1,4 +1,4 @@
-"""Models run on one thread: the suite shares its cores, and more threads do not help tiny models."""
+"""Models run on one thread: the suite shares its cores, and more do not help tiny models."""
 
 from __future__ import annotations
 

@@ -1,0 +1,340 @@
+"""A serving loop for one hybrid model: the example of how a framework uses the cache.
+
+Prompts are prefilled one after another in order of arrival, in chunks that end at multiples of
+`chunk`; requests that have their first token decode together in one batch. Prefill goes first: a
+decode step runs only when no prompt is being computed. The model runs on one worker thread.
+
+Each request is one coroutine in its caller's task (`generate`), so a caller that is cancelled
+leaves the `async with` of its request, which gives back everything it owned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar
+
+from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
+from phloem.runtime.integrations.transformers import ModelCache, Row, TransformersModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from phloem.cuda_streams.pools import DevicePools
+    from phloem.cuda_streams.threads import WorkerStream
+
+__all__ = ["Completion", "HybridServer"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one request gave."""
+
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    computed: int
+    """Prompt tokens that the model ran on; the others were reused."""
+    first_token_s: float
+    """Seconds from the call to the first token."""
+    total_s: float
+    logits: tuple[Tensor, ...]
+    """The logits that each token was chosen from, [vocabulary]; empty unless asked for."""
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that came from the cache."""
+        return self.prompt_tokens - self.computed
+
+
+Publish = Literal["all", "prompt", "none"]
+"""What a finished request leaves in the cache."""
+
+
+class Request(Protocol):
+    """What the server needs of a request of the runtime."""
+
+    @property
+    def usable(self) -> int: ...
+    @property
+    def computed(self) -> int: ...
+    @property
+    def state_slot(self) -> int | None: ...
+    async def allocate(self, tokens: int, *, wait: bool = True) -> object: ...
+    async def ready(self) -> object: ...
+    async def advance(self) -> object: ...
+    async def checkpoint(self) -> object: ...
+    async def finish(self, *, publish: Publish) -> object: ...
+    def extend(self, tokens: Sequence[int]) -> object: ...
+    def next_stop(self, limit: int) -> tuple[int, int]: ...
+    def page_table(self) -> Sequence[int]: ...
+
+
+R = TypeVar("R", bound=Request)
+T = TypeVar("T")
+
+
+class Step(Protocol[R]):
+    """What the server needs of a step."""
+
+    def launched(self, ends: Mapping[R, int]) -> object: ...
+
+
+class Cache(Protocol[R]):
+    """What the server needs of the runtime, which `BareCache` has too."""
+
+    @property
+    def pools(self) -> DevicePools: ...
+    def request(
+        self, tokens: Sequence[int], *, id: str | None = None
+    ) -> AbstractAsyncContextManager[R]: ...
+    def step(
+        self, requests: Sequence[R], *, stream: WorkerStream
+    ) -> AbstractContextManager[Step[R]]: ...
+
+
+async def _result(work: Future[T]) -> T:
+    """Waits for the worker; a cancelled caller leaves what it enqueued to run to its end."""
+    return await asyncio.shield(asyncio.wrap_future(work))
+
+
+@dataclass(eq=False)
+class _Answer(Generic[R]):
+    """A request that decodes: what the decode loop needs to know of it."""
+
+    request: R
+    max_new: int
+    done: asyncio.Future[None]
+    length: int
+    tokens: list[int] = field(default_factory=list[int])
+    logits: list[Tensor] = field(default_factory=list["Tensor"])
+
+    def take(self, logits: Tensor, keep: bool) -> None:
+        """Takes the greedy token."""
+        self.tokens.append(int(logits.argmax()))
+        if keep:
+            self.logits.append(logits)
+
+    def row(self) -> Row:
+        """Where its data is."""
+        return _row(self.request, self.length)
+
+
+def _row(request: Request, length: int) -> Row:
+    return Row(request.page_table(), length, request.state_slot)
+
+
+class HybridServer(Generic[R]):
+    """Serves one model through a cache; see the module.
+
+        async with HybridServer(model, cache, stream) as server:
+            completion = await server.generate(prompt, max_new=16)
+
+    `chunk` is a multiple of the cache's grid. If it equals the grid, a prompt is computed at the
+    same boundaries whatever was reused, and its logits are the same bits.
+    """
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        cache: Cache[R],
+        stream: WorkerStream,
+        *,
+        chunk: int,
+        batch_max: int = 16,
+        publish: Publish = "prompt",
+        keep_logits: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if chunk < 1 or batch_max < 1:
+            raise InvalidRequest(f"chunk {chunk} and batch_max {batch_max} must be at least 1")
+        self.model = model
+        self.cache = cache
+        self.pools: DevicePools = cache.pools
+        self._stream = stream
+        self._chunk = chunk
+        self._batch_max = batch_max
+        self._publish: Publish = publish
+        self._keep_logits = keep_logits
+        self._clock = clock
+        self._turn = asyncio.Lock()  # whose prompt is computed; in order of arrival
+        self._may_decode = asyncio.Event()
+        self._answers: list[_Answer[R]] = []
+        self._batch: tuple[list[_Answer[R]], ModelCache] | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._loop_task = asyncio.create_task(self._decode_loop(), name="phloem-decode")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the decode loop; requests that still wait get `RuntimeClosed`."""
+        task, self._loop_task = self._loop_task, None
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        self._fail(self._answers, RuntimeClosed("the server was closed"))
+
+    async def generate(
+        self, prompt: Sequence[int], max_new: int, *, id: str | None = None
+    ) -> Completion:
+        """Serves one request; greedy tokens.
+
+        Waits for its turn and for room. A cancelled caller gives everything back. Raises
+        `InvalidRequest` for an empty prompt, `NoRoom` if the pools cannot hold it.
+        """
+        if not prompt or max_new < 1:
+            raise InvalidRequest(f"{len(prompt)} prompt tokens and {max_new} new: at least 1 each")
+        if self._loop_task is None:
+            raise RuntimeClosed("the server is not running")
+        begun = self._clock()
+        await self._turn.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._end_turn)
+            self._may_decode.clear()
+            async with self.cache.request(prompt, id=id) as request:
+                await self._make_room(request, len(prompt) + max_new)
+                computed, logits = await self._prefill(request, prompt)
+                first = self._clock()
+                turn.close()
+                answer = await self._decode(request, logits, len(prompt), max_new)
+                await request.finish(publish=self._publish)
+        return Completion(
+            tokens=tuple(answer.tokens),
+            prompt_tokens=len(prompt),
+            computed=computed,
+            first_token_s=first - begun,
+            total_s=self._clock() - begun,
+            logits=tuple(answer.logits),
+        )
+
+    def _end_turn(self) -> None:
+        self._turn.release()
+        self._may_decode.set()  # unless the next prompt clears it first
+
+    # ------------------------------------------------------------------ prefill
+
+    async def _make_room(self, request: R, tokens: int) -> None:
+        """Allocates for the prompt's rest and the answer; meanwhile others may decode."""
+        missing = tokens - request.usable
+        try:
+            await request.allocate(missing, wait=False)
+        except NoRoom:
+            self._may_decode.set()
+            await request.allocate(missing)
+            self._may_decode.clear()
+        await request.ready()
+
+    async def _prefill(self, request: R, prompt: Sequence[int]) -> tuple[int, Tensor]:
+        """Computes what is not reused; returns how many tokens and the last logits."""
+        ran: tuple[ModelCache, Tensor] | None = None
+        computed, end = 0, -1
+        while request.computed < len(prompt):
+            await request.advance()
+            at = request.computed
+            # Gather anew at the first chunk, and when others had published more meanwhile.
+            cache = ran[0] if ran is not None and at == end else None
+            start, end = request.next_stop(limit=self._chunk - at % self._chunk)
+            with self.cache.step([request], stream=self._stream) as step:
+                work = self._stream.run(
+                    self._prefill_chunk, cache, prompt[start:end], start, _row(request, start)
+                )
+                step.launched({request: end})
+                ran = await _result(work)
+            await request.checkpoint()
+            computed += end - start
+        assert ran is not None, "at least the last token of a prompt is computed"
+        return computed, ran[1]
+
+    def _prefill_chunk(
+        self, cache: ModelCache | None, tokens: Sequence[int], start: int, row: Row
+    ) -> tuple[ModelCache, Tensor]:
+        """On the worker thread."""
+        if cache is None:
+            cache = self.model.gather(self.pools, row.pages, start, row.slot)
+        logits = self.model.forward(tokens, cache, start)[-1].cpu()
+        self.model.scatter_kv(cache, self.pools, row.pages, start, start + len(tokens))
+        if row.slot is not None:
+            self.model.store_state(cache, self.pools, row.slot)
+        return cache, logits
+
+    # ------------------------------------------------------------------ decode
+
+    async def _decode(self, request: R, logits: Tensor, length: int, max_new: int) -> _Answer[R]:
+        """Joins the batch and waits for the last token."""
+        done = asyncio.get_running_loop().create_future()
+        answer = _Answer(request, max_new, done, length)
+        answer.take(logits, self._keep_logits)
+        if max_new == 1:
+            return answer
+        self._answers.append(answer)
+        self._may_decode.set()
+        try:
+            await done
+        finally:
+            if answer in self._answers:
+                self._answers.remove(answer)
+        return answer
+
+    async def _decode_loop(self) -> None:
+        while True:
+            if not self._answers:
+                self._may_decode.clear()
+            while not self._may_decode.is_set():
+                await self._may_decode.wait()
+            answers = self._answers[: self._batch_max]
+            try:
+                await self._decode_step(answers)
+            except Exception as error:  # noqa: BLE001  whose requests they are hear of it
+                self._batch = None
+                self._fail(answers, error)
+
+    async def _decode_step(self, answers: list[_Answer[R]]) -> None:
+        """One token for each; whoever leaves meanwhile is left out of the next."""
+        held = self._batch[1] if self._batch and self._batch[0] == answers else None
+        for answer in answers:
+            answer.request.extend(answer.tokens[-1:])
+        with self.cache.step([a.request for a in answers], stream=self._stream) as step:
+            work = self._stream.run(
+                self._decode_rows,
+                held,
+                [answer.tokens[-1] for answer in answers],
+                [answer.row() for answer in answers],
+            )
+            step.launched({answer.request: answer.length + 1 for answer in answers})
+            batch, logits = await _result(work)
+        self._batch = (answers, batch)
+        for answer, row in zip(answers, logits, strict=True):
+            answer.length += 1
+            answer.take(row, self._keep_logits)
+            if len(answer.tokens) == answer.max_new and answer in self._answers:
+                self._answers.remove(answer)
+                answer.done.set_result(None)
+
+    def _decode_rows(
+        self, batch: ModelCache | None, tokens: list[int], rows: list[Row]
+    ) -> tuple[ModelCache, Tensor]:
+        """On the worker thread."""
+        if batch is None:
+            batch = self.model.gather_batch(self.pools, rows)
+        logits = self.model.decode(tokens, batch, [row.length for row in rows]).cpu()
+        longer = [row._replace(length=row.length + 1) for row in rows]
+        self.model.scatter_decoded(batch, self.pools, longer)
+        return batch, logits
+
+    def _fail(self, answers: Sequence[_Answer[R]], error: Exception) -> None:
+        for answer in answers:
+            if not answer.done.done():
+                answer.done.set_exception(error)

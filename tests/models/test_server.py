@@ -1,0 +1,167 @@
+"""The serving loop, without a cache: its outputs, and what is left when clients go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from models.harness import CHUNK, Harness
+from models.zoo import random_tokens
+
+from phloem.cuda_streams.fences import LoopPoster
+from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.threads import WorkerStream
+from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
+from phloem.runtime.integrations.bare import BareCache, BareRequest
+from phloem.runtime.integrations.server import HybridServer
+
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def harness() -> Harness:
+    return Harness("qwen3_next")
+
+
+@asynccontextmanager
+async def serving(
+    harness: Harness, *, pages: int = 100, states: int = 10, batch_max: int = 16
+) -> AsyncIterator[HybridServer[BareRequest]]:
+    """A server without a cache; at the end every page and slot must be free again."""
+    stream = WorkerStream("model", LoopPoster(asyncio.get_running_loop()))
+    pools = DevicePools.allocate(harness.model.layout, pages=pages, states=states, page_size=PAGE)
+    cache = BareCache(pools, stream)
+    try:
+        async with HybridServer(
+            harness.model, cache, stream, chunk=CHUNK, batch_max=batch_max, keep_logits=True
+        ) as server:
+            yield server
+        await stream.call(lambda: None)
+        await asyncio.sleep(0)
+        assert cache.free == (pages - 1, states - 1)
+    finally:
+        stream.close()
+
+
+def first_logits(harness: Harness, prompt: list[int]) -> torch.Tensor:
+    """Those after the prompt, computed in the server's chunks without pools."""
+    cache = harness.model.new_cache()
+    chunks = [prompt[start : start + CHUNK] for start in range(0, len(prompt), CHUNK)]
+    logits = [harness.model.forward(chunk, cache, i * CHUNK) for i, chunk in enumerate(chunks)]
+    return logits[-1][-1]
+
+
+async def test_concurrent_requests_give_what_each_gives_alone(harness: Harness) -> None:
+    prompts = [random_tokens(length, seed) for seed, length in enumerate((70, 5, 200, 64, 65))]
+    async with serving(harness) as server:
+        completions = await asyncio.gather(
+            *(server.generate(prompt, 3 + number) for number, prompt in enumerate(prompts))
+        )
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        assert torch.equal(completion.logits[0], first_logits(harness, prompt))
+        assert list(completion.tokens[:-1]) == harness.cold(prompt, 2 + number).tokens
+        assert (completion.computed, completion.reused) == (len(prompt), 0)
+        assert 0 < completion.first_token_s <= completion.total_s
+
+
+async def test_more_requests_than_a_batch_holds(harness: Harness) -> None:
+    prompts = [random_tokens(40, seed) for seed in range(5)]
+    async with serving(harness, batch_max=2) as server:
+        completions = await asyncio.gather(*(server.generate(prompt, 4) for prompt in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.tokens[:-1]) == harness.cold(prompt, 3).tokens
+
+
+async def test_requests_wait_for_room(harness: Harness) -> None:
+    """Room for one request at a time."""
+    prompts = [random_tokens(100, seed) for seed in range(3)]
+    async with serving(harness, pages=1 + 7, states=2) as server:
+        completions = await asyncio.gather(*(server.generate(prompt, 5) for prompt in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.tokens[:-1]) == harness.cold(prompt, 4).tokens
+
+
+async def test_what_never_fits_is_refused_and_others_go_on(harness: Harness) -> None:
+    async with serving(harness, pages=1 + 7) as server:
+        large = asyncio.create_task(server.generate(random_tokens(120, 1), 5))
+        small = asyncio.create_task(server.generate(random_tokens(60, 2), 5))
+        with pytest.raises(NoRoom, match="kv: asked 8 of 7"):
+            await large
+        assert len((await small).tokens) == 5
+
+
+@pytest.mark.parametrize("pauses", range(0, 60, 3))
+async def test_a_cancelled_client_gives_everything_back(harness: Harness, pauses: int) -> None:
+    """Cancelled after any number of turns of the loop; the neighbour is not disturbed."""
+    prompt, other = random_tokens(150, 1), random_tokens(90, 2)
+    async with serving(harness) as server:
+        stays = asyncio.create_task(server.generate(other, 6))
+        goes = asyncio.create_task(server.generate(prompt, 6))
+        for _ in range(pauses):
+            await asyncio.sleep(0.001)
+        goes.cancel()
+        await asyncio.wait([goes])
+        tokens = (await stays).tokens
+    assert list(tokens[:-1]) == harness.cold(other, 5).tokens
+
+
+async def test_a_failing_model_fails_its_request_alone(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(RuntimeError):
+        pass
+
+    forward = harness.model.forward
+    poison = random_tokens(50, 3)
+
+    def fail(tokens, *rest, **options):  # type: ignore[no-untyped-def]
+        if list(tokens) == poison:
+            raise Broken
+        return forward(tokens, *rest, **options)
+
+    monkeypatch.setattr(harness.model, "forward", fail)
+    async with serving(harness) as server:
+        bad = asyncio.create_task(server.generate(poison, 2))
+        good = asyncio.create_task(server.generate(random_tokens(50, 4), 2))
+        with pytest.raises(Broken):
+            await bad
+        assert len((await good).tokens) == 2
+
+
+async def test_a_failing_decode_step_fails_its_requests_and_the_loop_goes_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(RuntimeError):
+        pass
+
+    def fail(*_: object) -> None:
+        raise Broken
+
+    async with serving(harness) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.model, "decode", fail)
+            with pytest.raises(Broken):
+                await server.generate(random_tokens(50, 5), 3)
+        assert len((await server.generate(random_tokens(50, 5), 3)).tokens) == 3
+
+
+async def test_bad_calls_are_refused(harness: Harness) -> None:
+    async with serving(harness) as server:
+        with pytest.raises(InvalidRequest):
+            await server.generate([], 3)
+        with pytest.raises(InvalidRequest):
+            await server.generate([5], 0)
+    with pytest.raises(RuntimeClosed):
+        await server.generate([5], 1)
+
+
+async def test_closing_ends_those_who_still_wait(harness: Harness) -> None:
+    async with serving(harness) as server:
+        waiting = asyncio.create_task(server.generate(random_tokens(50, 6), 1000))
+        await asyncio.wait([waiting], timeout=0.3)
+        assert not waiting.done()
+    with pytest.raises(RuntimeClosed):
+        await waiting
