@@ -18,6 +18,7 @@ __all__ = [
     "Action",
     "ClearState",
     "Component",
+    "CopyPages",
     "CopyState",
     "EvictExcessPathStates",
     "FreeDeviceSlots",
@@ -56,6 +57,14 @@ class CopyState(msgspec.Struct, frozen=True, gc=False, tag=True):
     target: int
 
 
+class CopyPages(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the transfer actor: copy pages that one request owns to pages that another owns."""
+
+    op: int
+    sources: Ids
+    targets: Ids
+
+
 class ClearState(msgspec.Struct, frozen=True, gc=False, tag=True):
     """To the transfer actor: zero a request's own slot, since its boundary is empty."""
 
@@ -63,4 +72,4 @@ class ClearState(msgspec.Struct, frozen=True, gc=False, tag=True):
     target: int
 
 
-Action: TypeAlias = FreeDeviceSlots | EvictExcessPathStates | CopyState | ClearState
+Action: TypeAlias = FreeDeviceSlots | EvictExcessPathStates | CopyState | CopyPages | ClearState

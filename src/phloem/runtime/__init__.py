@@ -1,1 +1,1 @@
-
+"""What a user of phloem imports."""

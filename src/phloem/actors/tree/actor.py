@@ -12,6 +12,7 @@ from phloem.actors import messages as m
 from phloem.actors.actions import (
     TREE,
     ClearState,
+    CopyPages,
     CopyState,
     EvictExcessPathStates,
     FreeDeviceSlots,
@@ -66,6 +67,7 @@ class TreeActor:
         self._emit = emit
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
+        self.counts: dict[str, int] = {}  # actions emitted so far, by kind
         self._next_op = 0
         self.handlers: Handlers = {
             m.Match: self._on_match,
@@ -77,6 +79,8 @@ class TreeActor:
             m.ReleaseState: self._on_release_state,
             m.Prepare: self._on_prepare,
             m.CopyWorkingState: self._on_copy_working_state,
+            m.CopyOwnPages: self._on_copy_own_pages,
+            m.Fork: self._on_fork,
             m.Copied: self._on_copied,
             m.Evict: self._on_evict,
             m.MakeRoom: self._on_make_room,
@@ -119,7 +123,7 @@ class TreeActor:
                     kv_prefix=match.kv_prefix,
                     lost={str(reason): count for reason, count in match.lost.items()},
                     wanted=[(wanted.position, wanted.why) for wanted in lease.wanted],
-                    namespace=tuple(message.key.namespace),
+                    namespace=message.key.namespace,
                 )
             )
             self._emit(self._taken(lease))
@@ -134,6 +138,13 @@ class TreeActor:
         self._let_waiters_retry()
         return match
 
+    def _on_fork(self, message: m.Fork) -> Lease:
+        self._check_ours(message.lease)
+        lease = self.tree.fork(message.lease, owner=message.owner)
+        if self._emit is not None:
+            self._emit(self._taken(lease))
+        return lease
+
     def _on_release(self, message: m.Release) -> None:
         lease = message.lease
         if message.leaked and not lease.live:
@@ -144,10 +155,21 @@ class TreeActor:
             self._domain.send(self, m.Sweep())
         if self._emit is not None:
             if message.leaked:
-                self._emit(LeaseLeaked(request=lease.owner, lease=lease.id, **self._ids()))
+                self._emit(
+                    LeaseLeaked(
+                        request=lease.owner,
+                        lease=lease.id,
+                        turn=self._domain.turns,
+                        cause=self._domain.cause,
+                    )
+                )
             self._emit(
                 LeaseEnded(
-                    request=lease.owner, lease=lease.id, boundary=lease.anchor.end, **self._ids()
+                    request=lease.owner,
+                    lease=lease.id,
+                    boundary=lease.anchor.end,
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
                 )
             )
         self._let_waiters_retry()
@@ -165,7 +187,8 @@ class TreeActor:
                     lease=lease.id,
                     boundary=lease.anchor.end,
                     state_only=True,
-                    **self._ids(),
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
                 )
             )
         self._let_waiters_retry()
@@ -208,7 +231,8 @@ class TreeActor:
                     published=result.published,
                     pages=len(pages),
                     state=result.state,
-                    **self._ids(),
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
                 )
             )
         if actions:
@@ -238,7 +262,10 @@ class TreeActor:
 
     def _dispatch(self, actions: Actions) -> None:
         assert self._allocator is not None
+        counts = self.counts
         for action in actions:
+            kind = type(action).__name__
+            counts[kind] = counts.get(kind, 0) + 1
             if isinstance(action, FreeDeviceSlots):
                 self._domain.send(self._allocator, action)
             else:
@@ -266,16 +293,21 @@ class TreeActor:
 
     def _on_copy_working_state(self, message: m.CopyWorkingState) -> object:
         assert self._transfer is not None
-        after = tuple(fence for fence in message.after if not fence.passed)
         operation = self._new_operation(None)
-        if after:
-            self._domain.send(self._transfer, m.StateWritten(message.source, after))
         copy = CopyState(operation.number, message.source, message.target)
-        self._domain.send(self._transfer, copy)
+        self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
+        return LATER
+
+    def _on_copy_own_pages(self, message: m.CopyOwnPages) -> object:
+        assert self._transfer is not None
+        operation = self._new_operation(None)
+        copy = CopyPages(operation.number, message.sources, message.targets)
+        self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
         return LATER
 
     def _new_operation(self, lease: Lease | None) -> Operation:
         self._next_op += 1
+        self.counts["copies"] = self._next_op
         operation = Operation(self._next_op, lease, self._domain.later())
         self.operations[operation.number] = operation
         return operation
@@ -322,7 +354,12 @@ class TreeActor:
         if self._emit is not None:
             self._emit(
                 Evicted(
-                    request=request, pages=gone.pages, states=gone.states, why=why, **self._ids()
+                    request=request,
+                    pages=gone.pages,
+                    states=gone.states,
+                    why=why,
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
                 )
             )
 
@@ -332,7 +369,13 @@ class TreeActor:
         del message
         self.tree.reset()
         if self._emit is not None:
-            self._emit(ResetDone(generation=self.tree.generation, **self._ids()))
+            self._emit(
+                ResetDone(
+                    generation=self.tree.generation,
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
+                )
+            )
         self._domain.send(self, m.Sweep())
         return self.tree.generation
 
@@ -352,9 +395,6 @@ class TreeActor:
         assert figures.states == self._ledger.state.tree, "states of tree and ledger differ"
 
     # -- events --------------------------------------------------------------------------------
-
-    def _ids(self) -> dict[str, int]:
-        return {"turn": self._domain.turns, "cause": self._domain.cause}
 
     def _taken(self, lease: Lease, *, moved: bool = False) -> Event:
         return LeaseTaken(

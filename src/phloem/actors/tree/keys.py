@@ -91,6 +91,10 @@ class TokenKey:
         """This key followed by more tokens."""
         return TokenKey(self.data + _to_bytes(tokens), self.namespace, self.root[2])
 
+    def cut(self, length: int) -> TokenKey:
+        """The first `length` tokens of this key."""
+        return TokenKey(self.data[: length * TOKEN_BYTES], self.namespace, self.root[2])
+
     def __len__(self) -> int:
         return self.length
 
@@ -123,7 +127,7 @@ def _as_numpy(tokens: object) -> npt.NDArray[np.generic] | None:
         return tokens
     if hasattr(tokens, "__array__") or isinstance(tokens, memoryview):
         try:
-            return np.asarray(tokens)
+            return cast("npt.NDArray[np.generic]", np.asarray(tokens))
         except (TypeError, ValueError, RuntimeError) as error:  # a tensor on another device
             raise InvalidRequest(f"tokens cannot be read: {error}") from error
     return None

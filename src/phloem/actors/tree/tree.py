@@ -248,6 +248,14 @@ class Tree:
                 self.running.meet(lease, match.kv_prefix, self.placement.budget)
         return lease, match
 
+    def fork(self, lease: Lease, *, owner: str) -> Lease:
+        """A second lease at the same boundary, for a request that continues on its own.
+
+        It does not take the state: the fork has a private copy of its own.
+        """
+        self.check_lease(lease)
+        return self.leases.take(lease.anchor, lease.key, owner, self.generation, with_state=False)
+
     def advance(self, lease: Lease, *, beyond: int, limit: int) -> Match:
         """Move a lease to a boundary deeper than `beyond`, if others have published one.
 

@@ -1,0 +1,377 @@
+"""The allocator of the device tier: grants, parking behind fences, and who waits for room.
+
+Room is short in one joint demand over all pools, and the tree is asked for exactly that. Owners
+that already hold something are served before newcomers, in order of arrival within each class;
+while somebody waits, nobody of the same or a lower class overtakes. When every holder waits,
+whoever fits is served, else the youngest holder is refused.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from phloem.actors.actions import FreeDeviceSlots, Ids
+from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
+from phloem.actors.ledger import Ledger
+from phloem.actors.messages import Allocate, GiveBack, MadeRoom, MakeRoom, Retry, Ripe
+from phloem.actors.tree.tree import TreeFigures
+from phloem.cuda_streams.fences import Fence
+from phloem.errors import InvalidRequest, NoRoom, PoolFigures, StaleHandle
+from phloem.events import Freed, Granted, Parked, Refused, Sink, Waited
+
+__all__ = ["AllocatorActor", "Grant", "TreeView"]
+
+
+class Grant:
+    """Pages and state slots reserved for an owner, not yet in the tree.
+
+    `pages` and `states` are ids as granted; what was inserted since is the tree's. Give the rest
+    back with `release`.
+    """
+
+    __slots__ = ("account", "ledger", "owner", "pages", "states")
+
+    def __init__(self, ledger: Ledger, account: int, owner: str, pages: Ids, states: Ids) -> None:
+        self.ledger = ledger
+        self.account = account
+        self.owner = owner
+        self.pages = pages
+        self.states = states
+
+    def __repr__(self) -> str:
+        return f"Grant({self.account}, owner={self.owner!r}, {len(self.pages)} pages)"
+
+
+class TreeView:
+    """What the allocator may know of the tree: its figures, and who holds leases."""
+
+    def __init__(
+        self, figures: Callable[[], TreeFigures], owners: Callable[[], Iterator[str]]
+    ) -> None:
+        self.figures = figures
+        self.lease_owners = owners
+
+
+class _Waiter:
+    __slots__ = ("holder", "message", "reply", "tried")
+
+    def __init__(self, message: Allocate, reply: Reply, holder: bool) -> None:
+        self.message = message
+        self.reply = reply
+        self.holder = holder
+        self.tried = False  # the tree could not help since anything last changed
+
+
+class AllocatorActor:
+    """One allocator for one tier. Only it takes from the pools and gives back to them."""
+
+    name = "allocator"
+
+    def __init__(
+        self, domain: Domain, ledger: Ledger, view: TreeView, emit: Sink | None = None
+    ) -> None:
+        self._domain = domain
+        self._ledger = ledger
+        self._view = view
+        self._emit = emit
+        self._tree: Actor | None = None
+        self._holders: deque[_Waiter] = deque()
+        self._newcomers: deque[_Waiter] = deque()
+        self._asking: _Waiter | None = None  # for whom the tree is making room
+        self.handlers: Handlers = {
+            Allocate: self._on_allocate,
+            FreeDeviceSlots: self._on_free,
+            GiveBack: self._on_give_back,
+            MadeRoom: self._on_made_room,
+            Retry: self._on_retry,
+            Ripe: self._on_ripe,
+        }
+
+    def connect(self, tree: Actor) -> None:
+        """Say who is asked for room."""
+        self._tree = tree
+
+    @property
+    def waiting(self) -> int:
+        """Allocations that wait."""
+        return len(self._holders) + len(self._newcomers)
+
+    # -- granting ------------------------------------------------------------------------------
+
+    def _on_allocate(self, message: Allocate) -> object:
+        pages, states = message.pages, message.states
+        if pages < 0 or states < 0:
+            raise InvalidRequest(f"allocate of {pages} pages and {states} states")
+        ledger = self._ledger
+        if message.account and message.account not in ledger.accounts and not pages + states:
+            raise StaleHandle(f"account {message.account} is closed")
+        if pages > ledger.kv.size or states > ledger.state.size:
+            raise self._no_room(message)
+        if not self._holders and not self._newcomers and self._fits(message):
+            return self._grant(message)
+        holder = self._is_holder(message)
+        ahead = self._holders or (not holder and self._newcomers)
+        if not message.evict or (ahead and not message.wait):
+            raise self._no_room(message)
+        reply = self._domain.later()
+        waiter = _Waiter(message, reply, holder)
+        (self._holders if holder else self._newcomers).append(waiter)
+        reply.on_abandoned = self._retry_soon
+        self._pump()
+        if not reply.done and message.wait and self._emit is not None:
+            self._emit(
+                Waited(
+                    turn=self._domain.turns,
+                    request=message.owner,
+                    pages=pages,
+                    states=states,
+                    holder=holder,
+                )
+            )
+        return LATER
+
+    def _fits(self, message: Allocate) -> bool:
+        ledger = self._ledger
+        return message.pages <= ledger.kv.free and message.states <= ledger.state.free
+
+    def _grant(self, message: Allocate) -> Grant:
+        account, pages, states = self._ledger.grant(
+            message.pages, message.states, message.owner, message.account
+        )
+        if self._emit is not None:
+            self._emit(
+                Granted(
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
+                    request=message.owner,
+                    account=account,
+                    pages=pages.tolist(),
+                    states=states.tolist(),
+                )
+            )
+        return Grant(self._ledger, account, message.owner, pages, states)
+
+    def _is_holder(self, message: Allocate) -> bool:
+        return message.account in self._ledger.accounts or message.owner in self._holding()
+
+    def _holding(self) -> set[str]:
+        """The owners that hold places outside the tree, or a lease."""
+        owners = {account.owner for account in self._ledger.accounts.values()}
+        owners.update(self._view.lease_owners())
+        return owners
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Serve those who wait, in order, until the first one who cannot be served."""
+        while self._asking is None:
+            waiter = self._head()
+            if waiter is None:
+                break
+            if self._fits(waiter.message):
+                self._remove(waiter)
+                self._domain.complete(waiter.reply, self._grant(waiter.message))
+            elif not waiter.tried:
+                self._ask(waiter)
+            elif not waiter.message.wait:
+                self._remove(waiter)
+                self._domain.fail(waiter.reply, self._no_room(waiter.message))
+            elif not self._break_deadlock():
+                break
+        self._ledger.waiting = self.waiting
+
+    def _head(self) -> _Waiter | None:
+        for queue in (self._holders, self._newcomers):
+            while queue and (queue[0].reply.abandoned or queue[0].reply.done):
+                queue.popleft()
+            if queue:
+                return queue[0]
+        return None
+
+    def _remove(self, waiter: _Waiter) -> None:
+        (self._holders if waiter.holder else self._newcomers).remove(waiter)
+
+    def _ask(self, waiter: _Waiter) -> None:
+        assert self._tree is not None
+        waiter.tried = True
+        self._asking = waiter
+        message, ledger = waiter.message, self._ledger
+        self._domain.send(
+            self._tree,
+            MakeRoom(
+                max(0, message.pages - ledger.kv.free),
+                max(0, message.states - ledger.state.free),
+                message.owner,
+            ),
+        )
+
+    def _on_made_room(self, message: MadeRoom) -> None:
+        del message
+        self._asking = None
+        self._pump()
+
+    def _on_retry(self, message: Retry) -> None:
+        del message
+        self._changed()
+
+    def _changed(self) -> None:
+        """Something may be possible now that was not before."""
+        if not self._holders and not self._newcomers:
+            return
+        for waiter in (*self._holders, *self._newcomers):
+            waiter.tried = waiter is self._asking
+        self._pump()
+
+    def _retry_soon(self) -> None:
+        """A waiter has left, which may let the next one go on."""
+        if self._domain.stopped is None:
+            self._domain.send(self, Retry())
+
+    def _break_deadlock(self) -> bool:
+        """When every holder waits: serve whoever fits, else refuse the youngest holder."""
+        ledger = self._ledger
+        if ledger.kv.parked or ledger.state.parked:
+            return False
+        waiters = [w for w in (*self._holders, *self._newcomers) if not w.reply.abandoned]
+        if not self._holding() <= {waiter.message.owner for waiter in waiters}:
+            return False
+        for waiter in waiters:
+            if self._fits(waiter.message):
+                self._remove(waiter)
+                self._domain.complete(waiter.reply, self._grant(waiter.message))
+                return True
+        for waiter in waiters:
+            if not waiter.tried:
+                self._ask(waiter)
+                return True
+        youngest = next((w for w in reversed(waiters) if w.holder), waiters[-1])
+        self._remove(youngest)
+        self._domain.fail(youngest.reply, self._no_room(youngest.message, deadlock=True))
+        return True
+
+    def _no_room(self, message: Allocate, *, deadlock: bool = False) -> NoRoom:
+        error = NoRoom(self.figures(message.pages, message.states), deadlock=deadlock)
+        if self._emit is not None:
+            self._emit(
+                Refused(
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
+                    request=message.owner,
+                    what="room",
+                    why="deadlock" if deadlock else str(error),
+                )
+            )
+        return error
+
+    def figures(self, pages: int, states: int) -> tuple[PoolFigures, ...]:
+        """Both pools as a refusal of `pages` and `states` reports them."""
+        kv, state, tree = self._ledger.kv, self._ledger.state, self._view.figures()
+        return (
+            PoolFigures(
+                "kv",
+                pages,
+                kv.size,
+                kv.free,
+                kv.parked,
+                tree.pages_evictable,
+                tree.pages_protected,
+                kv.granted,
+                0,
+            ),
+            PoolFigures(
+                "state",
+                states,
+                state.size,
+                state.free,
+                state.parked,
+                tree.states_evictable,
+                tree.states_protected,
+                state.granted,
+                0,
+            ),
+        )
+
+    # -- giving back ---------------------------------------------------------------------------
+
+    def _on_free(self, action: FreeDeviceSlots) -> None:
+        owner, ids = action.owner, action.ids
+        if owner > 0:
+            kv = action.component == "kv"
+            none: Ids = array("i")
+            fences = self._ledger.accounts[owner].fences
+            self._take_back(owner, ids if kv else none, none if kv else ids, fences)
+        else:
+            self._ledger.pool(action.component).give(ids, owner)
+            self._freed(action.component, ids, owner)
+        if self._ledger.waiting:
+            self._changed()
+
+    def _on_give_back(self, message: GiveBack) -> None:
+        ledger = self._ledger
+        if message.account not in ledger.accounts:
+            raise StaleHandle(f"account {message.account} is closed")
+        ledger.kv.check(message.pages, message.account)
+        ledger.state.check(message.states, message.account)
+        self._take_back(message.account, message.pages, message.states, message.after)
+        if ledger.waiting:
+            self._changed()
+
+    def _take_back(self, account: int, pages: Ids, states: Ids, after: tuple[Fence, ...]) -> None:
+        ledger = self._ledger
+        pending = [fence for fence in after if not fence.passed] if after else None
+        if pending:
+            ledger.kv.park(pages, account)
+            ledger.state.park(states, account)
+            self._await_fences(pending, Ripe(pages, states))
+            if self._emit is not None:
+                self._emit(
+                    Parked(
+                        turn=self._domain.turns,
+                        cause=self._domain.cause,
+                        request=ledger.accounts[account].owner,
+                        pages=len(pages),
+                        states=len(states),
+                        owner=account,
+                    )
+                )
+        else:
+            if pages:
+                ledger.kv.give(pages, account)
+                self._freed("kv", pages, account)
+            if states:
+                ledger.state.give(states, account)
+                self._freed("state", states, account)
+        ledger.left(account, len(pages), len(states))
+
+    def _await_fences(self, fences: list[Fence], ripe: Ripe) -> None:
+        left = len(fences)
+
+        def one_passed() -> None:
+            nonlocal left
+            left -= 1
+            if not left and self._domain.stopped is None:
+                self._domain.send(self, ripe)
+
+        for fence in fences:
+            fence.add_callback(one_passed)
+
+    def _on_ripe(self, message: Ripe) -> None:
+        self._ledger.kv.unpark(message.pages)
+        self._ledger.state.unpark(message.states)
+        self._freed("kv", message.pages, -2)
+        self._freed("state", message.states, -2)
+        self._changed()
+
+    def _freed(self, component: str, ids: Ids, owner: int) -> None:
+        if self._emit is not None and ids:
+            self._emit(
+                Freed(
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
+                    component=component,
+                    ids=ids.tolist(),
+                    owner=owner,
+                )
+            )

@@ -1,0 +1,349 @@
+"""One queue for the actors that decide together.
+
+Actors of a domain share one FIFO and never await: a turn is the handling of one message by one
+actor, a plain function, so nothing interleaves with it. A message sent inside a turn goes to the
+end of the queue; turns never nest.
+
+A caller whose message finds nobody draining drains the queue itself and has its answer without
+visiting the event loop (*inline*). Otherwise, or with `inline=False`, the queue is drained by the
+loop and the caller waits. The order of turns, and so every result, is the same either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+from phloem.errors import CacheCrashed, InvalidRequest, PhloemError
+
+__all__ = ["LATER", "Actor", "Domain", "Handlers", "Reply"]
+
+Handlers = Mapping[type, Callable[..., object]]
+
+
+class _Later:
+    def __repr__(self) -> str:
+        return "LATER"
+
+
+LATER: Final = _Later()  # what a handler returns when it will complete its reply in a later turn
+
+
+class Actor(Protocol):
+    """Receives messages: one handler for each type of message."""
+
+    name: str
+    handlers: Handlers
+
+
+class Reply:
+    """The answer to one message, given once; `abandoned` when nobody is left to hear it."""
+
+    __slots__ = ("abandoned", "done", "error", "future", "on_abandoned", "value")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.abandoned = False
+        self.value: object = None
+        self.error: BaseException | None = None
+        self.future: asyncio.Future[None] | None = None
+        self.on_abandoned: Callable[[], None] | None = None
+
+    def _wake(self) -> None:
+        if self.future is not None and not self.future.done():
+            self.future.set_result(None)
+
+    def result(self) -> object:
+        """The value, or the error raised."""
+        assert self.done
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Domain:
+    """The queue and its turns. Belongs to one event loop, or to one thread without a loop.
+
+    `capacity` bounds the messages of callers that wait for a turn; what turns send is bounded by
+    what causes it. `inline_max`: after so many inline calls in a row a caller lets the loop run.
+    `batch`: turns that one visit of the loop takes at most.
+    """
+
+    def __init__(
+        self,
+        *,
+        inline: bool = True,
+        capacity: int = 4096,
+        inline_max: int = 256,
+        batch: int = 256,
+        on_crash: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.inline = inline
+        self.turns = 0  # turns begun so far; the number of the current one inside a turn
+        self.cause = 0  # the turn that sent the current turn's message; 0: a caller
+        self.stopped: PhloemError | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._capacity = capacity
+        self._inline_max = inline_max
+        self._batch = batch
+        self._on_crash = on_crash
+        self._queue: deque[tuple[Actor, object, Reply | None, int]] = deque()
+        self._room: deque[asyncio.Future[None]] = deque()
+        self._outstanding: dict[Reply, None] = {}  # in the order promised
+        self._draining = False
+        self._scheduled = False
+        self._inline_run = 0
+        self._current: Reply | None = None
+
+    # -- inside turns --------------------------------------------------------------------------
+
+    def send(self, actor: Actor, message: object) -> None:
+        """Send without waiting for an answer; always fits.
+
+        Inside a turn the message is handled after what is queued, before any caller resumes.
+        Outside, it is handled at once, or by the loop when the domain is not inline.
+        """
+        self._queue.append((actor, message, None, self.turns if self._draining else 0))
+        if self._draining:
+            return
+        if self.inline or self.loop is None:
+            self.drain()
+        else:
+            self._schedule()
+
+    def send_soon(self, actor: Actor, message: object) -> None:
+        """Send for the loop's next round, so that long work leaves room for others."""
+        if self.loop is None:
+            self._queue.append((actor, message, None, self.turns))
+        else:
+            self.loop.call_soon(self.send, actor, message)
+
+    def later(self) -> Reply:
+        """The reply of the current turn's message, to be completed in a later turn."""
+        reply = self._current
+        if reply is None:
+            reply = self._current = Reply()
+        self._outstanding[reply] = None
+        return reply
+
+    def complete(self, reply: Reply, value: object) -> None:
+        """Give the answer promised by `later`."""
+        self._settle(reply, value, None)
+
+    def fail(self, reply: Reply, error: BaseException) -> None:
+        """Give an error as the answer promised by `later`."""
+        self._settle(reply, None, error)
+
+    def _settle(self, reply: Reply, value: object, error: BaseException | None) -> None:
+        assert not reply.done
+        self._outstanding.pop(reply, None)
+        reply.value, reply.error, reply.done = value, error, True
+        reply._wake()
+
+    # -- callers -------------------------------------------------------------------------------
+
+    def run(self, actor: Actor, message: object) -> object:
+        """Have `message` handled now, after all that is queued; never suspends.
+
+        For messages that are answered within the drain.
+        """
+        if self._draining:
+            raise InvalidRequest("a turn cannot call: it sends, or answers later")
+        if self.stopped is not None:
+            raise self.stopped
+        if self._queue:
+            reply = Reply()
+            self._queue.append((actor, message, reply, 0))
+            self.drain()
+            return self._answer(reply)
+        value, later = self._turn_inline(actor, message)
+        if self._queue:
+            self.drain()
+        return value if later is None else self._answer(later)
+
+    async def call(
+        self,
+        actor: Actor,
+        message: object,
+        undo: Callable[[object], None] | None = None,
+    ) -> object:
+        """Have `message` handled and wait for its answer.
+
+        `undo` says what to do with an answer that nobody is left to hear: a caller who is cancelled
+        before the turn leaves nothing behind, and after it `undo` is applied to the answer. Without
+        `undo` the message takes effect whatever becomes of its caller.
+        """
+        if self.stopped is not None:
+            raise self.stopped
+        if self.inline and not self._draining:
+            self._inline_run += 1
+            if self._inline_run >= self._inline_max:
+                self._inline_run = 0
+                await asyncio.sleep(0)
+            if not self._queue and self.stopped is None:
+                value, later = self._turn_inline(actor, message)
+                if self._queue:
+                    self.drain()
+                if later is None:
+                    return value
+                return later.result() if later.done else await self._wait(later, undo)
+        return await self._call_queued(actor, message, undo)
+
+    async def _call_queued(
+        self, actor: Actor, message: object, undo: Callable[[object], None] | None
+    ) -> object:
+        if self._room or len(self._queue) >= self._capacity:
+            await self._wait_for_room()
+        if self.stopped is not None:
+            raise self.stopped
+        reply = Reply()
+        self._queue.append((actor, message, reply, 0))
+        if self.inline and not self._draining:
+            self.drain()
+            if reply.done:
+                return reply.result()
+        else:
+            self._schedule()
+        return await self._wait(reply, undo)
+
+    async def _wait(self, reply: Reply, undo: Callable[[object], None] | None) -> object:
+        reply.future = asyncio.get_running_loop().create_future()
+        try:
+            await reply.future
+        except asyncio.CancelledError:
+            if undo is not None:
+                reply.abandoned = True
+                if reply.done:
+                    if reply.error is None:
+                        undo(reply.value)
+                elif reply.on_abandoned is not None:
+                    reply.on_abandoned()
+            raise
+        return reply.result()
+
+    # -- draining ------------------------------------------------------------------------------
+
+    def drain(self, limit: int | None = None) -> None:
+        """Handle queued messages until none is left, or `limit` turns are done."""
+        if self._draining:
+            return
+        queue = self._queue
+        turns = 0
+        while queue and (limit is None or turns < limit):
+            turns += 1
+            actor, message, reply, cause = queue.popleft()
+            if reply is not None and self._room:
+                self._admit()
+            if reply is None:
+                self._turn(actor, message, None, cause)
+            elif not reply.abandoned:
+                self._turn(actor, message, reply, cause)
+
+    def _turn_inline(self, actor: Actor, message: object) -> tuple[object, Reply | None]:
+        """One turn for a caller that waits right here; its answer, or the reply that will come."""
+        self._draining = True
+        self.turns += 1
+        self.cause = 0
+        self._current = None
+        try:
+            value = actor.handlers[type(message)](message)
+        except PhloemError:
+            raise
+        except Exception as error:
+            raise self._crash(error) from error
+        finally:
+            self._draining = False
+        return (None, self._current) if value is LATER else (value, None)
+
+    def _turn(self, actor: Actor, message: object, reply: Reply | None, cause: int) -> None:
+        self._draining = True
+        self.turns += 1
+        self.cause = cause
+        self._current = reply
+        try:
+            value = actor.handlers[type(message)](message)
+        except PhloemError as error:
+            if reply is None:
+                crash = self._crash(error)
+                raise crash from error
+            self._settle(reply, None, error)
+        except Exception as error:
+            crash = self._crash(error)
+            if reply is None:
+                raise crash from error
+            self._settle(reply, None, crash)
+        else:
+            if reply is not None and value is not LATER:
+                self._settle(reply, value, None)
+        finally:
+            self._draining = False
+
+    def _answer(self, reply: Reply) -> object:
+        if not reply.done:
+            raise AssertionError("a message that is answered later was sent by a nowait form")
+        return reply.result()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            assert self.loop is not None, "the domain has no loop to be drained by"
+            self._scheduled = True
+            self.loop.call_soon(self._drain_scheduled)
+
+    def _drain_scheduled(self) -> None:
+        self._scheduled = False
+        self._inline_run = 0
+        try:
+            self.drain(self._batch)
+        except CacheCrashed:
+            return  # every waiter has been told
+        if self._queue:
+            self._schedule()
+
+    # -- bounds and the end --------------------------------------------------------------------
+
+    async def _wait_for_room(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._room.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._room.remove(turn)
+            else:
+                self._admit()  # the room given to this caller goes to the next one
+            raise
+
+    def _admit(self) -> None:
+        while self._room:
+            turn = self._room.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def _crash(self, error: BaseException) -> CacheCrashed:
+        crash = CacheCrashed(f"an invariant of the cache broke: {error!r}")
+        crash.__cause__ = error
+        self.stop(crash)
+        if self._on_crash is not None:
+            self._on_crash(error)
+        return crash
+
+    def stop(self, error: PhloemError) -> None:
+        """Refuse everything from now on; whoever waits gets `error`."""
+        if self.stopped is None:
+            self.stopped = error
+        queued = [reply for _, _, reply, _ in self._queue if reply is not None]
+        self._queue.clear()
+        for reply in [*queued, *self._outstanding]:
+            if not reply.done:
+                self._settle(reply, None, error)
+        while self._room:
+            self._admit()
+
+    def audit(self) -> None:
+        """Raise `AssertionError` when the queue's own bookkeeping is wrong."""
+        assert not self._draining, "an audit inside a turn"
+        assert len(self._queue) <= self._capacity + len(self._outstanding) + self._batch
+        assert all(not reply.done for reply in self._outstanding)

@@ -1,0 +1,283 @@
+"""The ledger of owners: who owns each page and slot of a tier, at every instant.
+
+A cell holds `FREE`, `PARKED`, `TREE` or the number of an account. Every change names the owner it
+takes from; a mismatch is an `OwnershipError` with nothing changed. Free lists are stacks of
+integers. Runs longer than a few dozen ids are checked and written by numpy in one go.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+from phloem.actors.actions import TREE, Component, Ids
+from phloem.cuda_streams.fences import Fence
+from phloem.errors import InvalidRequest, OwnershipError
+
+__all__ = ["FREE", "PARKED", "Account", "Ledger", "Pool"]
+
+FREE = 0
+PARKED = -2
+_BULK = 48  # from so many ids on numpy is faster than a loop
+
+
+class Pool:
+    """One pool: `size` cells, of which cell 0 is reserved and never granted."""
+
+    def __init__(self, component: Component, size: int) -> None:
+        if size < 1:
+            raise InvalidRequest(f"the {component} pool has {size} places; place 0 is reserved")
+        self.component: Component = component
+        self.size = size - 1  # places that can be granted
+        self._cells = array("i", bytes(4 * size))
+        self._cells_np = np.frombuffer(self._cells, np.int32)
+        self._free = array("i", range(size - 1, 0, -1))  # a stack; the lowest ids go first
+        self.parked = 0
+        self.tree = 0
+        self.granted = 0
+
+    @property
+    def free(self) -> int:
+        """Places that can be granted at once."""
+        return len(self._free)
+
+    def take(self, count: int, account: int) -> Ids:
+        """Grant `count` free places to `account`; there must be so many."""
+        free = self._free
+        assert 0 <= count <= len(free)
+        if not count:
+            return array("i")
+        ids = free[: -count - 1 : -1]
+        del free[-count:]
+        self._write(ids, account)
+        self.granted += count
+        return ids
+
+    def give(self, ids: Ids, owner: int) -> None:
+        """Free `ids`, which must be `owner`'s. Raises `OwnershipError` with nothing changed."""
+        self.check(ids, owner)
+        self._write(ids, FREE)
+        self._free.extend(ids[::-1])
+        self._leave(owner, len(ids))
+
+    def park(self, ids: Ids, owner: int) -> None:
+        """Take `ids` from `owner` without freeing them yet."""
+        self.check(ids, owner)
+        self._write(ids, PARKED)
+        self._leave(owner, len(ids))
+        self.parked += len(ids)
+
+    def unpark(self, ids: Ids) -> None:
+        """Free parked `ids`: nothing touches them any more."""
+        self.give(ids, PARKED)
+
+    def move(self, ids: Ids, owner: int, to: int) -> None:
+        """Change the owner of `ids`, which were checked to be `owner`'s."""
+        self._write(ids, to)
+        self._leave(owner, len(ids))
+        if to == TREE:
+            self.tree += len(ids)
+        else:
+            self.granted += len(ids)
+
+    def owner_of(self, place: int) -> int:
+        """The owner of a place; raises `OwnershipError` for one that is not in the pool."""
+        if not 0 < place <= self.size:
+            raise OwnershipError(f"{self.component} has no place {place}; they go to {self.size}")
+        return self._cells[place]
+
+    def check(self, ids: Ids, owner: int) -> None:
+        """Raise `OwnershipError` unless all `ids` are different and `owner`'s."""
+        if len(ids) < _BULK:
+            cells, size = self._cells, self.size
+            for place in ids:
+                if not 0 < place <= size or cells[place] != owner:
+                    raise self._foreign(place, owner)
+            if len(ids) > 1 and len(set(ids)) != len(ids):
+                raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
+            return
+        places = np.frombuffer(ids, np.int32)
+        if int(places.min()) < 1 or int(places.max()) > self.size:
+            bad = next(place for place in ids if not 0 < place <= self.size)
+            raise self._foreign(bad, owner)
+        wrong = self._cells_np[places] != owner
+        if wrong.any():
+            raise self._foreign(int(places[int(wrong.argmax())]), owner)
+        if np.bincount(places).max() > 1:
+            raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
+
+    def owned_by(self, owner: int) -> Ids:
+        """All places of one owner, ascending; looks at the whole pool."""
+        return array("i", np.flatnonzero(self._cells_np == owner)[0:].tolist())
+
+    def audit(self) -> None:
+        """Recount; raises `AssertionError` when a figure is wrong."""
+        cells = self._cells_np[1:]
+        counts = {
+            "free": (self.free, int((cells == FREE).sum())),
+            "parked": (self.parked, int((cells == PARKED).sum())),
+            "tree": (self.tree, int((cells == TREE).sum())),
+            "granted": (self.granted, int((cells > 0).sum())),
+        }
+        for name, (kept, counted) in counts.items():
+            assert kept == counted, f"{self.component}: {name} is {kept}, counted {counted}"
+        assert sum(kept for kept, _ in counts.values()) == self.size
+        assert len(set(self._free)) == len(self._free), f"{self.component}: a place is free twice"
+        assert all(self._cells[place] == FREE for place in self._free)
+
+    def _write(self, ids: Ids, owner: int) -> None:
+        if len(ids) < _BULK:
+            cells = self._cells
+            for place in ids:
+                cells[place] = owner
+        else:
+            self._cells_np[np.frombuffer(ids, np.int32)] = owner
+
+    def _leave(self, owner: int, count: int) -> None:
+        if owner == TREE:
+            self.tree -= count
+        elif owner == PARKED:
+            self.parked -= count
+        else:
+            self.granted -= count
+
+    def _foreign(self, place: int, owner: int) -> OwnershipError:
+        if not 0 < place <= self.size:
+            return OwnershipError(f"{self.component} has no place {place}; they go to {self.size}")
+        return OwnershipError(
+            f"{self.component} place {place} is {owner_name(self._cells[place])}, "
+            f"not {owner_name(owner)}"
+        )
+
+
+class Account:
+    """What one grant holds outside the tree. `owner` names who asked, for logs and waiters.
+
+    `fences` are the steps that may still touch what it gives up.
+    """
+
+    __slots__ = ("fences", "number", "owner", "pages", "states")
+
+    def __init__(self, number: int, owner: str) -> None:
+        self.number = number
+        self.owner = owner
+        self.pages = 0
+        self.states = 0
+        self.fences: tuple[Fence, ...] = ()
+
+
+class Ledger:
+    """The pools of one tier and the accounts that own outside the tree.
+
+    Belongs to the actors of one domain: they change it in their turns only.
+    """
+
+    def __init__(self, pages: int, states: int) -> None:
+        self.kv = Pool("kv", pages)
+        self.state = Pool("state", states)
+        self.accounts: dict[int, Account] = {}
+        self.waiting = 0  # allocations that wait; the tree tells the allocator when that may help
+        self._next = 0
+
+    def pool(self, component: Component) -> Pool:
+        """The pool of a component."""
+        return self.kv if component == "kv" else self.state
+
+    def grant(self, pages: int, states: int, owner: str, account: int = 0) -> tuple[int, Ids, Ids]:
+        """Take from both pools for a new account, or for an existing one; both must have room."""
+        held = self.accounts.get(account)
+        if held is None:
+            self._next += 1
+            held = self.accounts[self._next] = Account(self._next, owner)
+        held.pages += pages
+        held.states += states
+        number = held.number
+        return number, self.kv.take(pages, number), self.state.take(states, number)
+
+    def left(self, account: int, pages: int, states: int) -> None:
+        """Note that an account holds less; an empty one is closed."""
+        held = self.accounts[account]
+        held.pages -= pages
+        held.states -= states
+        assert held.pages >= 0 and held.states >= 0
+        if not held.pages and not held.states:
+            del self.accounts[account]
+
+    def account_of(self, pages: Ids, state: int, owner: str | None) -> int:
+        """The one account that owns all `pages` and `state`, gathering them there if need be.
+
+        `owner` restricts it to accounts of that owner; None takes any. Raises `OwnershipError`
+        with nothing changed when something is not granted, repeats, or is somebody else's.
+        """
+        if not pages and not state:
+            return 0
+        first = self.kv.owner_of(pages[0]) if pages else self.state.owner_of(state)
+        account = self.accounts.get(first)
+        if account is None:
+            what = f"kv place {pages[0]}" if pages else f"state place {state}"
+            raise OwnershipError(f"{what} is {owner_name(first)}, not granted")
+        if owner is not None and account.owner != owner:
+            raise OwnershipError(f"granted to {account.owner!r}, offered by {owner!r}")
+        try:
+            self.kv.check(pages, first)
+            if state and self.state.owner_of(state) != first:
+                self.state.check(array("i", (state,)), first)
+        except OwnershipError:
+            self._gather(pages, state, account)
+        return first
+
+    def _gather(self, pages: Ids, state: int, into: Account) -> None:
+        """Move ids of several accounts of one owner into one of them."""
+        if len(set(pages)) != len(pages):
+            raise OwnershipError(f"kv places repeat: {_first_twice(pages)}")
+        homes = [self._home("kv", page, into.owner) for page in pages]
+        if state:
+            self._home("state", state, into.owner)
+        for page, home in zip(pages, homes, strict=True):
+            self._reassign("kv", page, home, into)
+        if state:
+            self._reassign("state", state, self._home("state", state, into.owner), into)
+
+    def _home(self, component: Component, place: int, owner: str) -> Account:
+        number = self.pool(component).owner_of(place)
+        account = self.accounts.get(number)
+        if account is None or account.owner != owner:
+            raise OwnershipError(
+                f"{component} place {place} is {owner_name(number)}, not {owner!r}'s"
+            )
+        return account
+
+    def _reassign(self, component: Component, place: int, home: Account, into: Account) -> None:
+        if home is into:
+            return
+        self.pool(component).move(array("i", (place,)), home.number, into.number)
+        kv = component == "kv"
+        into.pages += kv
+        into.states += not kv
+        self.left(home.number, int(kv), int(not kv))
+
+    def audit(self) -> None:
+        """Recount every pool and account; raises `AssertionError` when a figure is wrong."""
+        self.kv.audit()
+        self.state.audit()
+        assert sum(a.pages for a in self.accounts.values()) == self.kv.granted
+        assert sum(a.states for a in self.accounts.values()) == self.state.granted
+        for number, account in self.accounts.items():
+            assert len(self.kv.owned_by(number)) == account.pages, f"pages of account {number}"
+            assert len(self.state.owned_by(number)) == account.states, f"states of {number}"
+
+
+def owner_name(owner: int) -> str:
+    """An owner as a person reads it."""
+    return {FREE: "free", PARKED: "parked", TREE: "the tree's"}.get(owner, f"of account {owner}")
+
+
+def _first_twice(ids: Iterable[int]) -> int:
+    seen: set[int] = set()
+    for place in ids:
+        if place in seen:
+            return place
+        seen.add(place)
+    raise AssertionError("no place repeats")

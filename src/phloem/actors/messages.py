@@ -1,0 +1,231 @@
+"""The messages of the domain: frozen values, one type for each thing that can be asked."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from phloem.actors.actions import CopyPages, CopyState, Ids
+from phloem.actors.tree.keys import TokenKey
+from phloem.actors.tree.leases import Lease
+from phloem.cuda_streams.fences import Fence
+
+__all__ = [
+    "Acquire",
+    "Advance",
+    "Allocate",
+    "Audit",
+    "Copied",
+    "CopyAfter",
+    "CopyOwnPages",
+    "CopyWorkingState",
+    "Evict",
+    "Fork",
+    "GiveBack",
+    "Insert",
+    "MadeRoom",
+    "MakeRoom",
+    "Match",
+    "Open",
+    "Prepare",
+    "Release",
+    "ReleaseState",
+    "Reset",
+    "Retry",
+    "Ripe",
+    "StateWritten",
+    "Sweep",
+]
+
+_NONE: Ids = array("i")
+
+
+class Message(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Base of all messages. They are values; who is asked is not part of them."""
+
+
+# -- to the tree -----------------------------------------------------------------------------------
+
+
+class Match(Message, frozen=True, gc=False, eq=False):
+    """How far are the first `limit` tokens cached?"""
+
+    key: TokenKey
+    limit: int
+
+
+class Acquire(Message, frozen=True, gc=False, eq=False):
+    """Lease the deepest boundary within the first `limit` tokens."""
+
+    key: TokenKey
+    limit: int
+    owner: str
+
+
+class Open(Message, frozen=True, gc=False, eq=False):
+    """Acquire for a request that computes on, and say which positions are wanted."""
+
+    key: TokenKey
+    limit: int
+    owner: str
+    breakpoints: tuple[int, ...] = ()
+
+
+class Advance(Message, frozen=True, gc=False, eq=False):
+    """Move a request's lease to a boundary deeper than `beyond`, if there is one by now."""
+
+    lease: Lease
+    beyond: int
+    limit: int
+
+
+class Insert(Message, frozen=True, gc=False, eq=False):
+    """Publish the first `length` tokens. `after`: steps that may still touch what is offered."""
+
+    key: TokenKey
+    length: int
+    pages: Ids
+    state: int
+    lease: Lease | None
+    owner: str | None
+    swap: bool = True
+    after: tuple[Fence, ...] = ()
+
+
+class Release(Message, frozen=True, gc=False, eq=False):
+    """End a lease."""
+
+    lease: Lease
+    leaked: bool = False
+
+
+class ReleaseState(Message, frozen=True, gc=False, eq=False):
+    """Give up the state part of a lease."""
+
+    lease: Lease
+
+
+class Prepare(Message, frozen=True, gc=False, eq=False):
+    """Make `target` the private copy of the lease's state, or clear it; answered when it is so."""
+
+    lease: Lease
+    target: int
+
+
+class CopyWorkingState(Message, frozen=True, gc=False, eq=False):
+    """Copy a request's own state, once the steps in `after` have ended; answered at its end."""
+
+    source: int
+    target: int
+    owner: str
+    after: tuple[Fence, ...] = ()
+
+
+class CopyOwnPages(Message, frozen=True, gc=False, eq=False):
+    """Copy pages between two requests, once the steps in `after` have ended; answered then."""
+
+    sources: Ids
+    targets: Ids
+    after: tuple[Fence, ...] = ()
+
+
+class Fork(Message, frozen=True, gc=False, eq=False):
+    """A second lease at the boundary of `lease`, without its state."""
+
+    lease: Lease
+    owner: str
+
+
+class Copied(Message, frozen=True, gc=False, eq=False):
+    """A copy has ended and will not touch its memory again."""
+
+    op: int
+    error: BaseException | None
+
+
+class Evict(Message, frozen=True, gc=False, eq=False):
+    """Free so many pages and states at a caller's wish."""
+
+    pages: int
+    states: int
+
+
+class MakeRoom(Message, frozen=True, gc=False, eq=False):
+    """Free exactly an allocation's shortfall, or nothing when it cannot be met."""
+
+    pages: int
+    states: int
+    owner: str
+
+
+class Reset(Message, frozen=True, gc=False, eq=False):
+    """Start a new generation, empty."""
+
+
+class Sweep(Message, frozen=True, gc=False, eq=False):
+    """Take the next part of a former generation apart."""
+
+
+class Audit(Message, frozen=True, gc=False, eq=False):
+    """Check every invariant of tree and ledger."""
+
+
+# -- to the allocator ------------------------------------------------------------------------------
+
+
+class Allocate(Message, frozen=True, gc=False, eq=False):
+    """Grant so many pages and states, all or nothing; `account` 0 opens a new one.
+
+    `evict=False`: only what is free already; such a request never waits.
+    """
+
+    pages: int
+    states: int
+    owner: str
+    account: int = 0
+    wait: bool = False
+    evict: bool = True
+
+
+class GiveBack(Message, frozen=True, gc=False, eq=False):
+    """An account's places return to their pools, once the fences in `after` have passed."""
+
+    account: int
+    pages: Ids = _NONE
+    states: Ids = _NONE
+    after: tuple[Fence, ...] = ()
+
+
+class MadeRoom(Message, frozen=True, gc=False, eq=False):
+    """The tree has done what it could for the allocation that asked last."""
+
+    enough: bool
+
+
+class Retry(Message, frozen=True, gc=False, eq=False):
+    """Something has changed that may let a waiting allocation go on."""
+
+
+class Ripe(Message, frozen=True, gc=False, eq=False):
+    """Parked places are touched by nothing any more."""
+
+    pages: Ids
+    states: Ids
+
+
+# -- to the transfer actor -------------------------------------------------------------------------
+
+
+class CopyAfter(Message, frozen=True, gc=False, eq=False):
+    """Carry out `action` once the steps in `after`, which may write what it reads, have ended."""
+
+    action: CopyState | CopyPages
+    after: tuple[Fence, ...]
+
+
+class StateWritten(Message, frozen=True, gc=False, eq=False):
+    """Steps that have not ended may still write `slot`: copies from it come after them."""
+
+    slot: int
+    after: tuple[Fence, ...]

@@ -1,0 +1,152 @@
+"""The transfer actor: carries out copies on its engine and tells the tree when they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from phloem.actors.actions import ClearState, CopyState
+from phloem.actors.domain import Actor, Domain, Handlers
+from phloem.actors.messages import Copied, CopyAfter, StateWritten
+from phloem.cuda_streams.engine import Clear, Copy, CopyBatch, CopyEngine, CopyItem, Fence, Ticket
+from phloem.cuda_streams.pools import DevicePools
+from phloem.errors import EngineDead, RuntimeClosed
+from phloem.events import CopyEnded, CopySubmitted, Sink
+
+__all__ = ["TransferActor"]
+
+
+class _Copy(NamedTuple):
+    """A copy in flight and the places it reads or writes."""
+
+    ticket: Ticket
+    pages: frozenset[int]
+    states: frozenset[int]
+
+
+class TransferActor:
+    """One actor for one engine. It never looks at the tree: an action says all it needs."""
+
+    name = "transfer"
+
+    def __init__(
+        self, domain: Domain, engine: CopyEngine, pools: DevicePools, emit: Sink | None = None
+    ) -> None:
+        self._domain = domain
+        self._engine = engine
+        self._pools = pools
+        self._emit = emit
+        self._tree: Actor | None = None
+        self._tickets: dict[int, _Copy] = {}
+        self._writers: dict[int, tuple[Fence, ...]] = {}  # by state slot
+        self.handlers: Handlers = {
+            CopyState: self._on_copy_state,
+            ClearState: self._on_clear_state,
+            CopyAfter: self._on_copy_after,
+            StateWritten: self._on_state_written,
+        }
+
+    def connect(self, tree: Actor) -> None:
+        """Say who hears of ended copies."""
+        self._tree = tree
+
+    def touching(self, slots: Collection[int]) -> tuple[Fence, ...]:
+        """The fences of the copies in flight that read or write one of these state slots."""
+        return tuple(
+            copy.ticket.quiesced
+            for copy in self._tickets.values()
+            if not copy.states.isdisjoint(slots)
+        )
+
+    def touching_pages(self, pages: Collection[int]) -> tuple[Fence, ...]:
+        """The fences of the copies in flight that read or write one of these pages."""
+        return tuple(
+            copy.ticket.quiesced
+            for copy in self._tickets.values()
+            if not copy.pages.isdisjoint(pages)
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Copies that have not ended."""
+        return len(self._tickets)
+
+    def _on_copy_state(self, action: CopyState) -> None:
+        self._copy_state(action, ())
+
+    def _on_copy_after(self, message: CopyAfter) -> None:
+        action = message.action
+        after = tuple(fence for fence in message.after if not fence.passed)
+        if isinstance(action, CopyState):
+            self._copy_state(action, after)
+        else:
+            rows = self._pools.kv_rows
+            item = Copy(rows, rows, action.sources, action.targets)
+            pages = frozenset((*action.sources, *action.targets))
+            self._submit(action.op, "copy_pages", item, after, pages=pages)
+
+    def _copy_state(self, action: CopyState, after: tuple[Fence, ...]) -> None:
+        rows = self._pools.state_rows
+        written = tuple(f for f in self._writers.get(action.source, ()) if not f.passed)
+        item = Copy(rows, rows, (action.source,), (action.target,))
+        states = frozenset((action.source, action.target))
+        self._submit(action.op, "copy_state", item, (*after, *written), states=states)
+
+    def _on_clear_state(self, action: ClearState) -> None:
+        item = Clear(self._pools.state_rows, (action.target,))
+        self._submit(action.op, "clear_state", item, (), states=frozenset((action.target,)))
+
+    def _on_state_written(self, message: StateWritten) -> None:
+        slot, fences = message.slot, message.after
+        self._writers[slot] = fences
+        for fence in fences:
+            fence.add_callback(self._forget_when_passed(slot, fences))
+
+    def _forget_when_passed(self, slot: int, fences: tuple[Fence, ...]) -> Callable[[], None]:
+        def forget() -> None:
+            if self._writers.get(slot) is fences and all(fence.passed for fence in fences):
+                del self._writers[slot]
+
+        return forget
+
+    def _submit(
+        self,
+        op: int,
+        kind: str,
+        item: CopyItem,
+        after: tuple[Fence, ...],
+        *,
+        pages: frozenset[int] = frozenset(),
+        states: frozenset[int] = frozenset(),
+    ) -> None:
+        assert self._tree is not None
+        try:
+            ticket = self._engine.submit(
+                CopyBatch("d2d", (item,), after=after, label=f"{kind} {op}")
+            )
+        except (EngineDead, RuntimeClosed) as error:
+            self._domain.send(self._tree, Copied(op, error))
+            return
+        self._tickets[op] = _Copy(ticket, pages, states)
+        if self._emit is not None:
+            self._emit(
+                CopySubmitted(
+                    turn=self._domain.turns,
+                    cause=self._domain.cause,
+                    op=op,
+                    kind=kind,
+                    pages=sorted(pages),
+                    states=sorted(states),
+                )
+            )
+        ticket.add_done_callback(lambda ended: self._ended(op, ended))
+
+    def _ended(self, op: int, ticket: Ticket) -> None:
+        """On the loop: the copy is over, whatever its outcome."""
+        del self._tickets[op]
+        if self._emit is not None:
+            error = "" if ticket.error is None else repr(ticket.error)
+            self._emit(CopyEnded(op=op, error=error))
+        assert self._tree is not None
+        if self._domain.stopped is None:
+            self._domain.send(self._tree, Copied(op, ticket.error))

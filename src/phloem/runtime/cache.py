@@ -1,0 +1,538 @@
+"""The runtime: what a serving framework opens, asks and closes."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+
+from phloem.actors import messages as m
+from phloem.actors.actions import Ids
+from phloem.actors.allocator import Grant
+from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
+from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.tree import Evicted, InsertResult, Match, TreeFigures
+from phloem.cuda_streams.engine import CopyEngine, Fence, LoopPoster, Stream
+from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
+from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
+from phloem.events import RuntimeStarted, RuntimeStopped, Sink
+from phloem.runtime.config import CacheConfig
+from phloem.runtime.core import Core
+from phloem.runtime.lease import Lease
+from phloem.runtime.request import Request, check_breakpoints
+from phloem.runtime.step import Step
+
+__all__ = ["Admission", "Admitted", "CacheRuntime", "Nowait", "PoolStats", "Stats"]
+
+EngineFactory = Callable[[Callable[[Callable[[], None]], None]], CopyEngine]
+
+
+class PoolStats(msgspec.Struct, frozen=True):
+    """One pool: free + parked + tree + granted = size."""
+
+    size: int
+    free: int
+    parked: int
+    tree: int
+    granted: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """The runtime in numbers, at one instant."""
+
+    kv: PoolStats
+    state: PoolStats
+    tree: TreeFigures
+    requests: int
+    waiting: int
+    copies_in_flight: int
+    turns: int
+    actions: dict[str, int]
+    refused_checkpoints: int
+    leases_leaked: int
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """One item of `admit_many`: lease what `key` matches and reserve pages and states for it."""
+
+    key: Tokens
+    pages: int
+    states: int = 0
+    owner: str = ""
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """An admission that succeeded: both are the caller's to give back."""
+
+    lease: Lease
+    grant: Grant
+
+
+class CacheRuntime:
+    """The cache of one model on one device, for one event loop.
+
+        async with CacheRuntime(config, device="cpu") as cache:
+            async with cache.request(tokens) as request:
+                ...
+
+    `pools` are allocated on `device` unless given. `events` is a sink that gets every event (see
+    `phloem.runtime.tracing`); None costs nothing. `engine` makes the copy engine from a function
+    that posts to the loop; the default copies in worker threads. May be opened in one task and
+    closed in another.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        device: str | torch.device = "cpu",
+        pools: DevicePools | None = None,
+        events: Sink | None = None,
+        engine: EngineFactory = ThreadEngine,
+    ) -> None:
+        self.config = config
+        self._device = torch.device(device)
+        if pools is None:
+            pools = DevicePools.allocate(
+                config.layout,
+                pages=config.device_pages + 1,
+                states=config.device_states + 1,
+                page_size=config.page_size,
+                device=self._device,
+            )
+        elif pools.page_size != config.page_size:
+            raise InvalidRequest(
+                f"the pools have pages of {pools.page_size} tokens, the config of "
+                f"{config.page_size}"
+            )
+        self.pools = pools
+        self._events = events
+        self._new_engine = engine
+        self._core: Core | None = None
+        self._engine: CopyEngine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._steps = 0
+
+    # -- opening and closing -------------------------------------------------------------------
+
+    async def open(self) -> Self:
+        """Start the actors. Raises `InvalidRequest` when it was opened before."""
+        if self._core is not None or self._closed:
+            raise InvalidRequest("the runtime was opened before")
+        self._loop = asyncio.get_running_loop()
+        poster = LoopPoster(self._loop)
+        self._engine = self._new_engine(poster)
+        core = Core(self.config, self.pools, self._engine, poster, self._events, self._crashed)
+        core.domain.loop = self._loop
+        self._core = core
+        self.nowait = Nowait(core)
+        if self._events is not None:
+            self._events(
+                RuntimeStarted(
+                    page_size=self.config.page_size,
+                    grid=core.grid,
+                    pages=core.ledger.kv.size,
+                    states=core.ledger.state.size,
+                    layout=self.config.layout.fingerprint,
+                )
+            )
+        return self
+
+    async def close(self) -> None:
+        """Refuse new calls, abort what still runs, let copies end, stop the actors. Idempotent.
+
+        Waits for copies at most `close_timeout_s`; what was still owned is in the last event.
+        """
+        if self._closed or self._core is None:
+            self._closed = True
+            return
+        self._closed = True
+        core, engine = self._core, self._engine
+        assert engine is not None
+        core.closing = True
+        owned = [lease.owner for lease in core.tree.leases.live.values()]
+        held = (core.ledger.kv.granted, core.ledger.state.granted)
+        for request in list(core.requests.values()):
+            request.abort()
+        try:
+            async with asyncio.timeout(self.config.close_timeout_s):
+                await engine.drain()
+        except TimeoutError:
+            pass  # the engine's own close waits for what runs; its pools stay untouched by others
+        finally:
+            core.domain.stop(RuntimeClosed("the runtime is closed"))
+            engine.close()
+            self._tell_stopped("closed", owned, held)
+
+    def _crashed(self, error: BaseException) -> None:
+        assert self._core is not None
+        owned = [lease.owner for lease in self._core.tree.leases.live.values()]
+        held = (self._core.ledger.kv.granted, self._core.ledger.state.granted)
+        self._tell_stopped(f"crashed: {error!r}", owned, held)
+
+    def _tell_stopped(self, why: str, owned: list[str], held: tuple[int, int]) -> None:
+        if self._events is not None:
+            self._events(RuntimeStopped(why=why, leases=owned, pages=held[0], states=held[1]))
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def core(self) -> Core:
+        """The wired actors; raises `RuntimeClosed` before `open` and after `close`."""
+        core = self._core
+        if core is None or self._closed:
+            raise RuntimeClosed("the runtime is not open")
+        if asyncio.get_running_loop() is not self._loop:
+            raise InvalidRequest("a runtime belongs to the event loop it was opened in")
+        core.check_open()
+        return core
+
+    @property
+    def grid(self) -> int:
+        """States can be kept at multiples of so many tokens."""
+        return self.core.grid
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def request(
+        self,
+        tokens: Tokens,
+        *,
+        id: str | None = None,
+        namespace: Namespace | None = None,
+        marks: Sequence[ContentMark] = (),
+        breakpoints: Sequence[int] = (),
+        whole: bool = False,
+    ) -> AsyncIterator[Request]:
+        """Open a request for a prompt; leaving the block without `finish` aborts it.
+
+        Matches all tokens but the last, which is computed for its logits, unless `whole`.
+        `breakpoints` are positions after which the caller expects other continuations.
+        """
+        request = await self.open_request(
+            tokens, id=id, namespace=namespace, marks=marks, breakpoints=breakpoints, whole=whole
+        )
+        try:
+            yield request
+        finally:
+            request.abort()
+
+    async def open_request(
+        self,
+        tokens: Tokens,
+        *,
+        id: str | None = None,
+        namespace: Namespace | None = None,
+        marks: Sequence[ContentMark] = (),
+        breakpoints: Sequence[int] = (),
+        whole: bool = False,
+    ) -> Request:
+        """`request` without the block: the caller must `finish` or `abort`."""
+        core = self.core
+        key = TokenKey.of(tokens, namespace, marks)
+        if not key.length:
+            raise InvalidRequest("a request needs at least one token")
+        name = id or core.next_id()
+        if name in core.requests:
+            raise InvalidRequest(f"request {name!r} is running")
+        message = m.Open(key, _limit(key, whole), name, check_breakpoints(breakpoints, key.length))
+        opened = await core.domain.call(core.tree_actor, message, _undo_lease(core))
+        lease, match = _lease_and_match(opened)
+        request = Request(core, name, key, lease, match)
+        core.opened(request)
+        return request
+
+    def step(self, requests: Sequence[Request], *, stream: Stream | None = None) -> Step:
+        """Open a forward pass of `requests` on `stream`; see `Step`."""
+        core = self.core
+        for request in requests:
+            if core.requests.get(request.id) is not request:
+                raise StaleHandle(f"{request} is not a live request of this runtime")
+        if len({request.id for request in requests}) != len(requests):
+            raise InvalidRequest("a request is named twice")
+        self._steps += 1
+        step = Step(core, self._steps, requests, stream)
+        for request in requests:
+            request.step_opened(step)
+        return step
+
+    def worker_stream(self, name: str) -> WorkerStream:
+        """A named worker thread for a model on the CPU; the caller closes it."""
+        return WorkerStream(name, self.core.post)
+
+    # -- one level lower -----------------------------------------------------------------------
+
+    async def match(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, whole: bool = False
+    ) -> Match:
+        """How far a prompt is cached; a pure read."""
+        core = self.core
+        key = TokenKey.of(tokens, namespace)
+        message = m.Match(key, _limit(key, whole))
+        match = await core.domain.call(core.tree_actor, message, _undo_nothing)
+        assert isinstance(match, Match)
+        return match
+
+    async def acquire(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = None,
+        owner: str = "",
+        whole: bool = False,
+    ) -> Lease:
+        """Lease the deepest boundary; a cancelled caller leaves nothing behind."""
+        core = self.core
+        key = TokenKey.of(tokens, namespace)
+        message = m.Acquire(key, _limit(key, whole), owner)
+        acquired = await core.domain.call(core.tree_actor, message, _undo_lease(core))
+        return Lease(core, *_lease_and_match(acquired))
+
+    async def allocate(
+        self,
+        *,
+        pages: int = 0,
+        states: int = 0,
+        owner: str = "",
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> Grant:
+        """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
+        return await self.core.allocate(pages, states, owner, wait=wait, timeout=timeout)
+
+    async def insert(
+        self,
+        tokens: Tokens,
+        *,
+        pages: Ids | Sequence[int],
+        state: int = 0,
+        lease: Lease | None = None,
+        namespace: Namespace | None = None,
+        after: Step | None = None,
+        swap: bool = True,
+    ) -> InsertResult:
+        """Publish data: see `phloem.actors.tree.Tree.insert`. Takes effect whatever becomes of its
+        caller. `after`: the step that still writes what is offered.
+        """
+        core = self.core
+        message = _insert_message(tokens, pages, state, lease, namespace, after, swap)
+        result = await core.domain.call(core.tree_actor, message)
+        assert isinstance(result, InsertResult)
+        return result
+
+    async def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
+        """Free at least so much, if nothing protects it."""
+        core = self.core
+        gone = await core.domain.call(core.tree_actor, m.Evict(pages, states))
+        assert isinstance(gone, Evicted)
+        return gone
+
+    def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
+        """Give back a lease, or what is left of a grant. A plain function that always fits.
+
+        Raises `StaleHandle` for a lease released before and for another runtime's handles.
+        """
+        _release(self.core, handle, after)
+
+    # -- the whole -----------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """The runtime in numbers."""
+        core = self.core
+        kv, state = core.ledger.kv, core.ledger.state
+        return Stats(
+            kv=PoolStats(kv.size, kv.free, kv.parked, kv.tree, kv.granted),
+            state=PoolStats(state.size, state.free, state.parked, state.tree, state.granted),
+            tree=core.tree.figures(),
+            requests=len(core.requests),
+            waiting=core.allocator.waiting,
+            copies_in_flight=core.transfer.in_flight,
+            turns=core.domain.turns,
+            actions=dict(sorted(core.tree_actor.counts.items())),
+            refused_checkpoints=core.refused_checkpoints,
+            leases_leaked=core.leases_leaked,
+        )
+
+    async def audit(self) -> None:
+        """Check every invariant; raises `AssertionError` naming the first that is broken."""
+        core = self.core
+        await core.domain.call(core.tree_actor, m.Audit())
+
+    async def reset(self) -> int:
+        """Start a new generation, empty; returns its number. Running requests keep what they own.
+
+        What nothing reads any more is given back in bounded slices.
+        """
+        core = self.core
+        generation = await core.domain.call(core.tree_actor, m.Reset())
+        assert isinstance(generation, int)
+        return generation
+
+
+class Nowait:
+    """The same operations without `await`: they never suspend and never wait for room.
+
+    For a scheduler that decides about a whole batch in one step.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def match(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, whole: bool = False
+    ) -> Match:
+        """How far a prompt is cached; a pure read."""
+        core = self._core
+        key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens, namespace)
+        match = core.domain.run(core.tree_actor, m.Match(key, _limit(key, whole)))
+        assert isinstance(match, Match)
+        return match
+
+    def acquire(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = None,
+        owner: str = "",
+        whole: bool = False,
+    ) -> Lease:
+        """Lease the deepest boundary."""
+        core = self._core
+        key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens, namespace)
+        acquired = core.domain.run(core.tree_actor, m.Acquire(key, _limit(key, whole), owner))
+        return Lease(core, *_lease_and_match(acquired))
+
+    def allocate(self, *, pages: int = 0, states: int = 0, owner: str = "") -> Grant:
+        """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
+        return self._core.allocate_nowait(pages, states, owner)
+
+    def insert(
+        self,
+        tokens: Tokens,
+        *,
+        pages: Ids | Sequence[int],
+        state: int = 0,
+        lease: Lease | None = None,
+        namespace: Namespace | None = None,
+        after: Step | None = None,
+        swap: bool = True,
+    ) -> InsertResult:
+        """Publish data; see `CacheRuntime.insert`."""
+        core = self._core
+        message = _insert_message(tokens, pages, state, lease, namespace, after, swap)
+        result = core.domain.run(core.tree_actor, message)
+        assert isinstance(result, InsertResult)
+        return result
+
+    def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
+        """Free at least so much, if nothing protects it."""
+        gone = self._core.domain.run(self._core.tree_actor, m.Evict(pages, states))
+        assert isinstance(gone, Evicted)
+        return gone
+
+    def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
+        """Give back a lease, or what is left of a grant."""
+        _release(self._core, handle, after)
+
+    def match_many(self, keys: Iterable[Tokens], *, whole: bool = False) -> list[Match]:
+        """Match a batch of prompts."""
+        return [self.match(key, whole=whole) for key in keys]
+
+    def admit_many(self, admissions: Iterable[Admission]) -> list[Admitted | NoRoom]:
+        """Match, lease and reserve for each in turn; what finds no room leaves nothing behind."""
+        answers: list[Admitted | NoRoom] = []
+        for admission in admissions:
+            lease = self.acquire(admission.key, owner=admission.owner)
+            try:
+                grant = self.allocate(
+                    pages=admission.pages, states=admission.states, owner=admission.owner
+                )
+            except NoRoom as error:
+                lease.release()
+                answers.append(error)
+            except BaseException:
+                lease.release()
+                raise
+            else:
+                answers.append(Admitted(lease, grant))
+        return answers
+
+
+def _limit(key: TokenKey, whole: bool) -> int:
+    """Tokens to look up: all but the last, which must be computed for its logits."""
+    return key.length if whole or not key.length else key.length - 1
+
+
+def _lease_and_match(answer: object) -> tuple[TreeLease, Match]:
+    assert isinstance(answer, tuple)
+    lease, match = answer
+    return lease, match
+
+
+def _undo_lease(core: Core) -> Callable[[object], None]:
+    def undo(answer: object) -> None:
+        lease, _ = _lease_and_match(answer)
+        if not core.stopped:
+            core.domain.send(core.tree_actor, m.Release(lease))
+
+    return undo
+
+
+def _undo_nothing(answer: object) -> None:
+    del answer
+
+
+def _insert_message(
+    tokens: Tokens,
+    pages: Ids | Sequence[int],
+    state: int,
+    lease: Lease | None,
+    namespace: Namespace | None,
+    after: Step | None,
+    swap: bool,
+) -> m.Insert:
+    key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens, namespace)
+    fences: tuple[Fence, ...] = () if after is None else (after.fence,)
+    inner = None if lease is None else lease.inner
+    owner = None if inner is None else inner.owner
+    return m.Insert(key, key.length, _ids(pages), int(state), inner, owner, swap, fences)
+
+
+def _ids(pages: Ids | Sequence[int]) -> Ids:
+    """The caller's ids in an array of our own, which it cannot write to later."""
+    if isinstance(pages, array) and pages.typecode == "i":
+        return pages[:]
+    try:
+        return array("i", pages)
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest(f"page ids are 32-bit integers: {error}") from None
+
+
+def _release(core: Core, handle: Lease | Grant, after: Step | None) -> None:
+    fences: tuple[Fence, ...] = () if after is None or after.fence.passed else (after.fence,)
+    if isinstance(handle, Grant):
+        if handle.ledger is not core.ledger:
+            raise StaleHandle(f"{handle} is of another runtime")
+        core.release_grant(handle, fences)
+    elif fences:
+        core.release_lease_after(handle.inner, fences)
+    else:
+        core.release_lease(handle.inner)

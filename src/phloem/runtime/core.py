@@ -1,0 +1,209 @@
+"""The actors of one runtime, wired together; what requests, steps and leases work on."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+
+from phloem.actors import messages as m
+from phloem.actors.actions import Ids
+from phloem.actors.allocator import AllocatorActor, Grant, TreeView
+from phloem.actors.domain import Domain
+from phloem.actors.ledger import Ledger
+from phloem.actors.transfer import TransferActor
+from phloem.actors.tree.actor import TreeActor
+from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.tree import Tree
+from phloem.cuda_streams.engine import CopyEngine, Fence, Post
+from phloem.cuda_streams.pools import DevicePools
+from phloem.errors import NoRoom, RuntimeClosed
+from phloem.events import Sink
+from phloem.runtime.config import CacheConfig
+from phloem.runtime.request import Request
+
+__all__ = ["Core"]
+
+
+class Core:
+    """One domain with its tree, allocator and transfer actor. Lives as long as the runtime is open.
+
+    Everything here is for the event loop's thread, but `lease_leaked`.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        pools: DevicePools,
+        engine: CopyEngine,
+        post: Post,
+        emit: Sink | None,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self.config = config
+        self.emit = emit
+        self.post = post
+        self.has_states = config.layout.has_states
+        self.tree = Tree(
+            page_size=config.page_size,
+            state_chunk=config.state_chunk,
+            components=config.components,
+            policy=config.eviction,
+            placement=config.placement,
+            enabled=config.enabled,
+        )
+        self.grid = self.tree.grid
+        self.ledger = Ledger(pools.pages, pools.slots)
+        self.domain = Domain(inline=config.inline, capacity=config.queue_max, on_crash=on_crash)
+        self.tree_actor = TreeActor(self.domain, self.tree, self.ledger, emit)
+        view = TreeView(self.tree.figures, self._lease_owners)
+        self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
+        self.transfer = TransferActor(self.domain, engine, pools, emit)
+        self.tree_actor.connect(self.allocator, self.transfer)
+        self.allocator.connect(self.tree_actor)
+        self.transfer.connect(self.tree_actor)
+        self.requests: dict[str, Request] = {}
+        self.refused_checkpoints = 0
+        self.leases_leaked = 0
+        self.closing = False
+        self._leaked: deque[TreeLease] = deque()
+        self._ids = 0
+
+    def _lease_owners(self) -> Iterator[str]:
+        return (lease.owner for lease in self.tree.leases.live.values())
+
+    # -- messages ------------------------------------------------------------------------------
+
+    @property
+    def stopped(self) -> bool:
+        """True once nothing is answered any more: closed or crashed."""
+        return self.domain.stopped is not None
+
+    def check_open(self) -> None:
+        """Raise `RuntimeClosed` or `CacheCrashed` when the runtime serves nobody any more."""
+        if self.domain.stopped is not None:
+            raise self.domain.stopped
+        if self.closing:
+            raise RuntimeClosed("the runtime is closing")
+
+    def run(self, message: m.Message) -> object:
+        """Have the tree or the allocator answer now."""
+        return self.domain.run(self._actor_for(message), message)
+
+    async def call(
+        self, message: m.Message, undo: Callable[[object], None] | None = None
+    ) -> object:
+        """Have the tree or the allocator answer, waiting for it if need be."""
+        return await self.domain.call(self._actor_for(message), message, undo)
+
+    def _actor_for(self, message: m.Message) -> TreeActor | AllocatorActor:
+        return self.tree_actor if type(message) in self.tree_actor.handlers else self.allocator
+
+    # -- room ----------------------------------------------------------------------------------
+
+    async def allocate(
+        self,
+        pages: int,
+        states: int,
+        owner: str,
+        *,
+        account: int = 0,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> Grant:
+        """Grant or `NoRoom`; a cancelled caller leaves nothing behind."""
+        message = m.Allocate(pages, states, owner, account, wait)
+        try:
+            async with asyncio.timeout(timeout):
+                grant = await self.domain.call(self.allocator, message, self._undo_grant)
+        except TimeoutError:
+            raise NoRoom(self.allocator.figures(pages, states)) from None
+        assert isinstance(grant, Grant)
+        return grant
+
+    def allocate_nowait(
+        self, pages: int, states: int, owner: str, *, account: int = 0, evict: bool = True
+    ) -> Grant:
+        """Grant or `NoRoom`, now."""
+        message = m.Allocate(pages, states, owner, account, False, evict)
+        grant = self.domain.run(self.allocator, message)
+        assert isinstance(grant, Grant)
+        return grant
+
+    def _undo_grant(self, grant: object) -> None:
+        assert isinstance(grant, Grant)
+        if not self.stopped:
+            self.domain.send(self.allocator, m.GiveBack(grant.account, grant.pages, grant.states))
+
+    def release_grant(self, grant: Grant, after: tuple[Fence, ...] = ()) -> None:
+        """Give back what a grant still owns; nothing when all of it went to the tree."""
+        if self.stopped or grant.account not in self.ledger.accounts:
+            return
+        pages = _owned(self.ledger.kv.owner_of, grant.pages, grant.account)
+        states = _owned(self.ledger.state.owner_of, grant.states, grant.account)
+        if pages or states:
+            self.run(m.GiveBack(grant.account, pages, states, after))
+
+    def touching(self, states: Collection[int], pages: Collection[int]) -> tuple[Fence, ...]:
+        """The fences of copies in flight that read or write any of these places."""
+        transfer = self.transfer
+        if not transfer.in_flight:
+            return ()
+        return transfer.touching(states) + transfer.touching_pages(pages)
+
+    # -- leases --------------------------------------------------------------------------------
+
+    def release_lease(self, lease: TreeLease) -> None:
+        """End a lease now. After the runtime's end there is nothing left to release."""
+        if not self.stopped:
+            self.run(m.Release(lease))
+
+    def release_lease_after(self, lease: TreeLease, fences: tuple[Fence, ...]) -> None:
+        """End a lease once nothing in flight reads what it protects."""
+        left = sum(not fence.passed for fence in fences)
+        if not left:
+            self.release_lease(lease)
+            return
+
+        def one_passed() -> None:
+            nonlocal left
+            left -= 1
+            if not left and not self.stopped:
+                self.domain.send(self.tree_actor, m.Release(lease))
+
+        for fence in fences:
+            if not fence.passed:
+                fence.add_callback(one_passed)
+
+    def lease_leaked(self, lease: TreeLease) -> None:
+        """A handle was collected unreleased; called by the collector, in any thread."""
+        self._leaked.append(lease)
+        if not self.stopped:
+            self.post(self._collect_leaked)
+
+    def _collect_leaked(self) -> None:
+        while self._leaked:
+            lease = self._leaked.popleft()
+            if lease.live and not self.stopped:
+                self.leases_leaked += 1
+                self.domain.send(self.tree_actor, m.Release(lease, leaked=True))
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def next_id(self) -> str:
+        """A name for a request that was given none."""
+        self._ids += 1
+        return f"request-{self._ids}"
+
+    def opened(self, request: Request) -> None:
+        """Note a request that lives."""
+        self.requests[request.id] = request
+
+    def closed(self, request: Request) -> None:
+        """Note that a request is over."""
+        self.requests.pop(request.id, None)
+
+
+def _owned(owner_of: Callable[[int], int], ids: Ids, account: int) -> Ids:
+    return array("i", [place for place in ids if owner_of(place) == account])

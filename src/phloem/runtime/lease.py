@@ -1,0 +1,72 @@
+"""The lease as a caller holds it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from phloem.actors.actions import Ids
+from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.tree import Match
+
+if TYPE_CHECKING:
+    from phloem.runtime.core import Core
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """The right to read one boundary, until `release`; `async with` releases at the end.
+
+    A lease that is collected unreleased is released then, counted, and reported with its owner.
+    """
+
+    __slots__ = ("__weakref__", "_core", "inner", "match")
+
+    def __init__(self, core: Core, inner: TreeLease, match: Match) -> None:
+        self._core = core
+        self.inner = inner
+        self.match = match
+
+    @property
+    def boundary(self) -> int:
+        """Tokens that may be read: `pages` holds their KV and `state` is true at exactly there."""
+        return self.inner.boundary
+
+    @property
+    def owner(self) -> str:
+        """Who asked for it."""
+        return self.inner.owner
+
+    @property
+    def pages(self) -> Ids:
+        """The device pages of the boundary, in order; a copy."""
+        return self._core.tree.pages_of(self.inner)
+
+    @property
+    def state(self) -> int:
+        """The device slot of the state at the boundary; 0 when there is none."""
+        return self._core.tree.state_of(self.inner)
+
+    def release(self) -> None:
+        """Give the lease up. Raises `StaleHandle` when it was released before."""
+        self._core.release_lease(self.inner)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.inner.live:
+            self.release()
+
+    def __del__(self) -> None:
+        if self.inner.live:
+            self._core.lease_leaked(self.inner)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)

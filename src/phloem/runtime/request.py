@@ -1,0 +1,545 @@
+"""A request through its life: open, ready, steps, checkpoints, finished or aborted.
+
+`tokens[:boundary]` is the tree's and under the request's lease; the pages from there on are the
+request's own. Nothing it gives up is used again before the steps and copies that may still touch
+it have ended.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from phloem.actors import messages as m
+from phloem.actors.actions import Ids
+from phloem.actors.allocator import Grant
+from phloem.actors.tree.keys import TokenKey, Tokens
+from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.placement import Wanted
+from phloem.actors.tree.tree import InsertResult, Match
+from phloem.cuda_streams.engine import Fence
+from phloem.errors import InvalidRequest, NoRoom, PhloemError, StaleHandle
+from phloem.events import Refused, RequestEnded
+
+if TYPE_CHECKING:
+    from phloem.runtime.core import Core
+    from phloem.runtime.step import Step
+
+__all__ = ["Publish", "Request", "Resources"]
+
+Publish = Literal["all", "prompt", "none"]
+Resources = dict[str, int]
+
+
+class Request:
+    """One prompt being served. Made by `CacheRuntime.request`; belongs to one task at a time.
+
+    `tokens[:computed]` has been computed or reused; `state_slot` is the request's own working
+    state, None until it is allocated. `wanted` names positions at which a checkpoint is worth a
+    state.
+    """
+
+    def __init__(
+        self, core: Core, name: str, key: TokenKey, lease: TreeLease, match: Match
+    ) -> None:
+        self.id = name
+        self.match = match
+        self.prompt_tokens = key.length
+        self.usable = match.usable
+        self.computed = match.usable
+        self.state_slot: int | None = None
+        self.status: Literal["open", "running", "finished", "aborted"] = "open"
+        self._core = core
+        self._key = key
+        self._lease = lease
+        self._pages = core.tree.pages_of(lease)
+        self._own_from = len(self._pages)  # from this page on the table is the request's own
+        self._account = 0
+        self._state_at: int | None = None  # the position at which the working state is true
+        self._snapshot: tuple[int, int] | None = None  # slot, and the position it is for
+        self._copy_slot = 0  # receives a copy of the working state for a checkpoint
+        self._tokens_computed = 0
+        self._tokens_reused = match.usable
+        self._steps: dict[int, Step] = {}  # opened and not over
+
+    # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def boundary(self) -> int:
+        """Tokens that are the tree's and protected by the request's lease."""
+        return self._lease.boundary
+
+    @property
+    def settled(self) -> int:
+        """Tokens that are accepted and written by launched steps: what can be published."""
+        return min(self.computed, self._key.length)
+
+    @property
+    def wanted(self) -> tuple[Wanted, ...]:
+        """Positions beyond what is computed at which a state is worth keeping, ascending."""
+        return tuple(wanted for wanted in self._lease.wanted if wanted.position > self.computed)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request so far."""
+        return self._key.length
+
+    @property
+    def room(self) -> int:
+        """Tokens for which the request has pages."""
+        return len(self._pages) * self._core.config.page_size
+
+    def page_table(self) -> Ids:
+        """The device page ids of all the request's tokens and room, in order; a copy."""
+        return self._pages[:]
+
+    def resources(self) -> Resources:
+        """What the request owns outside the tree; empty after its end and the last fence."""
+        account = self._core.ledger.accounts.get(self._account)
+        held = {
+            "pages": account.pages if account else 0,
+            "states": account.states if account else 0,
+            "leases": int(self._lease.live),
+            "steps": len(self.fences()),
+        }
+        return {name: count for name, count in held.items() if count}
+
+    def __repr__(self) -> str:
+        return f"Request({self.id!r}, {self.computed}/{self._key.length} tokens, {self.status})"
+
+    # -- room and data -------------------------------------------------------------------------
+
+    async def allocate(
+        self, tokens: int, *, wait: bool = True, timeout: float | None = None
+    ) -> None:
+        """Room for `tokens` more tokens beyond what is computed, and the working state slot.
+
+        All or nothing. Waits for room unless `wait=False`; raises `NoRoom` when there can be none,
+        or after `timeout` seconds. A cancelled caller leaves nothing behind.
+        """
+        pages, states = self._missing(tokens)
+        if pages or states:
+            grant = await self._core.allocate(
+                pages, states, self.id, account=self._account, wait=wait, timeout=timeout
+            )
+            self._take(grant)
+
+    def allocate_nowait(self, tokens: int) -> None:
+        """`allocate` that never waits and never suspends."""
+        pages, states = self._missing(tokens)
+        if pages or states:
+            self._take(self._core.allocate_nowait(pages, states, self.id, account=self._account))
+
+    def _missing(self, tokens: int) -> tuple[int, int]:
+        self._check_alive()
+        if tokens < 0:
+            raise InvalidRequest(f"room for {tokens} tokens")
+        page_size = self._core.config.page_size
+        pages = -(-(self.computed + tokens) // page_size) - len(self._pages)
+        return max(0, pages), int(self._core.has_states and self.state_slot is None)
+
+    def _take(self, grant: Grant) -> None:
+        self._account = grant.account
+        self._pages.extend(grant.pages)
+        if grant.states:
+            self.state_slot = grant.states[0]
+
+    async def ready(self) -> Match:
+        """Wait until the private copy of the boundary's state is complete (or cleared, at 0).
+
+        For a model with states `allocate` comes first, since the copy needs the working slot. A
+        cancelled caller may abort right after: the slot stays parked until the copy has ended.
+        """
+        self._check_alive()
+        if self._core.has_states and self._state_at != self.computed:
+            if self.state_slot is None:
+                raise InvalidRequest(f"{self} has no state slot: allocate comes before ready")
+            if self.computed != self.boundary:
+                raise InvalidRequest(f"{self} has lost its working state and cannot go on")
+            await self._core.call(m.Prepare(self._lease, self.state_slot))
+            self._state_at = self.boundary
+        self.status = "running"
+        return self.match
+
+    async def advance(self) -> Match:
+        """Take over what others have published meanwhile, KV and state of one boundary together.
+
+        The pages that it replaces go back; unused room stays. Raises `InvalidRequest` while the
+        request has a step that is not over. Returns the match it stands on.
+        """
+        self._check_alive()
+        self._check_no_steps("advance")
+        match = self._core.run(
+            m.Advance(self._lease, self.computed, max(0, self.prompt_tokens - 1))
+        )
+        assert isinstance(match, Match)
+        if match.usable <= self.computed:
+            return self.match
+        former = self._own_from
+        self._own_from = self.boundary // self._core.config.page_size
+        replaced = self._pages[former : self._own_from]
+        self._pages = self._core.tree.pages_of(self._lease) + self._pages[self._own_from :]
+        self._give_back(replaced, array("i"), ())
+        self._tokens_reused += match.usable - self.computed
+        self.computed = match.usable
+        self.match = match
+        self._drop_snapshot()
+        if self.status == "running":
+            await self.ready()
+        return match
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append tokens: what the model said, or drafts of it."""
+        self._check_alive()
+        self._key = self._key.extended(tokens)
+
+    async def rollback(self, position: int) -> None:
+        """Forget the tokens from `position` on: drafts that were rejected.
+
+        Only the request's own tokens can go. A model with states needs a snapshot made at
+        `position`; without one `InvalidRequest` is raised and nothing changes.
+        """
+        self._check_alive()
+        self._check_no_steps("rollback")
+        if not self.boundary <= position <= self._key.length:
+            raise InvalidRequest(
+                f"rollback to {position}: own tokens go from {self.boundary} to {self._key.length}"
+            )
+        if self._core.has_states and position < self.computed and self._state_at != position:
+            if self._snapshot is None or self._snapshot[1] != position or self.state_slot is None:
+                raise InvalidRequest(f"no snapshot of the state at {position}")
+            self._state_at = None
+            await self._core.call(
+                m.CopyWorkingState(self._snapshot[0], self.state_slot, self.id, self.fences())
+            )
+            self._state_at = position
+        self._key = self._key.cut(position)
+        self.computed = min(self.computed, position)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def next_stop(self, limit: int) -> tuple[int, int]:
+        """Where the next chunk starts and should end, at most `limit` tokens further.
+
+        Chunks end at multiples of `limit` and at wanted positions, so that a request that reuses
+        something computes at the same boundaries as one that does not.
+        """
+        self._check_alive()
+        if limit < 1:
+            raise InvalidRequest(f"a chunk of {limit} tokens")
+        start = self.computed
+        end = min((start // limit + 1) * limit, self._key.length)
+        for wanted in self._lease.wanted:
+            if start < wanted.position < end:
+                end = wanted.position
+                break
+        return start, end
+
+    def step_opened(self, step: Step) -> None:
+        """For `Step`: a pass over this request begins."""
+        self._check_alive()
+        self._steps[step.number] = step
+        step.fence.add_callback(lambda: self._step_over(step.number))
+
+    def _step_over(self, number: int) -> None:
+        self._steps.pop(number, None)
+
+    def check_end(self, end: int) -> None:
+        """For `Step`: raise `InvalidRequest` unless a pass can compute up to `end`."""
+        self._check_alive()
+        if self._core.has_states and self._state_at != self.computed:
+            raise InvalidRequest(
+                f"{self} is not ready: its working state is not at {self.computed}"
+            )
+        if not self.computed <= end <= self._key.length or end > self.room:
+            raise InvalidRequest(
+                f"{self} computed up to {end}, with {self._key.length} tokens and room for "
+                f"{self.room}"
+            )
+
+    def step_launched(self, end: int) -> None:
+        """For `Step`: launched work computes up to `end`."""
+        self._tokens_computed += end - self.computed
+        self.computed = end
+        if self._core.has_states:
+            self._state_at = end
+
+    def step_abandoned(self, start: int, *, was_launched: bool) -> None:
+        """For `Step`: the pass was given up; what it may have written counts for nothing."""
+        if self.status in ("finished", "aborted"):
+            return
+        if was_launched:
+            self._tokens_computed -= self.computed - start
+            self.computed = start
+        self._state_at = None  # an abandoned pass may have overwritten it
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    def try_snapshot_slot(self, position: int) -> int | None:
+        """A slot into which the model's kernel writes its state at `position`, or None.
+
+        Nothing is evicted for it. The next checkpoint or finish at or beyond `position` donates it.
+        """
+        self._check_alive()
+        core = self._core
+        if not core.has_states or position % core.grid or position <= self.computed:
+            self._refused("off_grid" if position % core.grid else "unsettled")
+            return None
+        if self._snapshot is None:
+            try:
+                grant = core.allocate_nowait(0, 1, self.id, account=self._account, evict=False)
+            except NoRoom:
+                self._refused("no_slot")
+                return None
+            self._account = grant.account
+            self._snapshot = (grant.states[0], position)
+        else:
+            self._snapshot = (self._snapshot[0], position)
+        return self._snapshot[0]
+
+    async def checkpoint(self, *, state: bool | None = None) -> InsertResult | None:
+        """Publish what is settled; donate a state when the position is wanted (or `state=True`).
+
+        The state is a copy, made after the steps that wrote it; when no slot can be had the KV is
+        published without. Returns None when there is nothing new to publish. Raises
+        `InvalidRequest` while a step of the request is opened and not launched.
+        """
+        self._check_alive()
+        self._check_launched("checkpoint")
+        position = self._publishable("all")
+        offer = self._donatable_snapshot(position)
+        if offer is not None:
+            self._publish(offer[1], offer[0])
+        slot = await self._copy_for(position, state)
+        if not slot and position // self._core.config.page_size * self._core.config.page_size <= (
+            self.boundary
+        ):
+            return None
+        return self._publish(position, slot)
+
+    def _publishable(self, publish: Publish) -> int:
+        limit = self.settled
+        if publish == "none":
+            return self.boundary
+        if publish == "prompt" or not self._core.config.reuse_decoded:
+            limit = min(limit, self.prompt_tokens)
+        return max(limit, self.boundary)
+
+    def _donatable_snapshot(self, position: int) -> tuple[int, int] | None:
+        """The snapshot, taken out, if its position is settled; it is spent by an insert."""
+        if self._snapshot is None or not self.boundary < self._snapshot[1] <= position:
+            return None
+        snapshot, self._snapshot = self._snapshot, None
+        return snapshot
+
+    async def _copy_for(self, position: int, state: bool | None) -> int:
+        """A copy of the working state in a slot of its own, if one is worth it; else 0."""
+        core = self._core
+        if not core.has_states or state is False or self.state_slot is None:
+            return 0
+        if state is None and all(w.position != position for w in self._lease.wanted):
+            return 0
+        if position % core.grid or self._state_at != position or position <= 0:
+            self._refused("off_grid" if position % core.grid else "unsettled")
+            return 0
+        if position == self.boundary and core.tree.state_of(self._lease):
+            self._refused("exists")
+            return 0
+        try:
+            grant = core.allocate_nowait(0, 1, self.id, account=self._account)
+        except NoRoom:
+            self._refused("no_slot")
+            return 0
+        self._account = grant.account
+        self._copy_slot = slot = grant.states[0]
+        try:
+            await core.call(m.CopyWorkingState(self.state_slot, slot, self.id, self.fences()))
+            self._check_alive()  # whoever ended the request meanwhile gave the slot back
+        except BaseException:
+            if self.status not in ("finished", "aborted"):
+                self._copy_slot = 0
+                self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
+            raise
+        self._copy_slot = 0
+        return slot
+
+    def _publish(self, length: int, state: int) -> InsertResult:
+        """Insert up to `length`, which is exact when a state goes with it."""
+        core, page_size = self._core, self._core.config.page_size
+        offered = self._pages[self._own_from : length // page_size]
+        try:
+            result = core.run(
+                m.Insert(
+                    self._key, length, offered, state, self._lease, self.id, True, self.fences()
+                )
+            )
+        except PhloemError:
+            if state:
+                self._give_back(array("i"), array("i", (state,)), self._fences_of(state))
+            raise
+        assert isinstance(result, InsertResult)
+        for change in result.pages_changed:
+            at = change.start // page_size
+            self._pages[at : at + len(change.pages)] = change.pages
+        self._own_from = self.boundary // page_size
+        return result
+
+    async def fork(self, name: str | None = None) -> Request:
+        """A second request that continues from here with its own private state.
+
+        Publishes what is settled first. The fork reads the same pages; the last partial page and
+        the working state are copied. A cancelled caller leaves nothing behind.
+        """
+        self._check_alive()
+        self._check_launched("fork")
+        if self.computed != self.settled or self.status != "running":
+            raise InvalidRequest(f"{self} cannot be forked: not running, or beyond its tokens")
+        await self.checkpoint(state=False)
+        core = self._core
+        lease = core.run(m.Fork(self._lease, name or core.next_id()))
+        assert isinstance(lease, TreeLease)
+        twin = Request(core, lease.owner, self._key, lease, self.match)
+        twin.prompt_tokens = self.prompt_tokens
+        ready = False
+        try:
+            twin.computed = self.computed
+            await twin.allocate(0)
+            await self._copy_to(twin)
+            twin._state_at = self._state_at
+            twin.status = "running"
+            ready = True
+        finally:
+            if not ready:
+                twin.abort()
+        core.opened(twin)
+        return twin
+
+    async def _copy_to(self, twin: Request) -> None:
+        fences = self.fences()
+        sources, targets = self._pages[self._own_from :], twin._pages[twin._own_from :]
+        count = min(len(sources), len(targets))
+        if count and self.computed > self.boundary:
+            await self._core.call(m.CopyOwnPages(sources[:count], targets[:count], fences))
+        if self._core.has_states:
+            assert self.state_slot is not None and twin.state_slot is not None
+            await self._core.call(
+                m.CopyWorkingState(self.state_slot, twin.state_slot, twin.id, fences)
+            )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    async def finish(self, *, publish: Publish = "all") -> None:
+        """Publish the rest, give back what is left, end the lease.
+
+        The request is spent when the call is made; it never suspends half way. The working state
+        is handed over where it stands on the grid and no later step may write it. After a reset
+        nothing is published and everything is given back.
+        """
+        self._check_alive()
+        self._check_launched("finish")
+        position = self._publishable(publish)
+        published = self.boundary
+        try:
+            if publish != "none" and self._lease.generation == self._core.tree.generation:
+                published = self._publish_last(position)
+        finally:
+            self._end("finished", published)
+
+    def _publish_last(self, position: int) -> int:
+        snapshot = self._donatable_snapshot(position)
+        if snapshot is not None:
+            self._publish(snapshot[1], snapshot[0])
+        state = 0
+        if (
+            self.state_slot is not None
+            and self._state_at == position == self.computed
+            and position % self._core.grid == 0
+            and position > 0
+        ):
+            state, self.state_slot = self.state_slot, None
+        page_size = self._core.config.page_size
+        if state or position // page_size * page_size > self.boundary:
+            self._publish(position, state)
+        return self.boundary
+
+    def abort(self) -> None:
+        """Give everything back, publish nothing more. Legal at any time; idempotent.
+
+        What steps and copies in flight may still touch comes back after them.
+        """
+        if self.status not in ("finished", "aborted"):
+            self._end("aborted", self.boundary)
+
+    def _end(self, how: Literal["finished", "aborted"], published: int) -> None:
+        self.status = how
+        core = self._core
+        core.closed(self)
+        if core.stopped:
+            return
+        states = array("i")
+        if self.state_slot is not None:
+            states.append(self.state_slot)
+        if self._snapshot is not None:
+            states.append(self._snapshot[0])
+        if self._copy_slot:
+            states.append(self._copy_slot)
+        own = self._pages[self._own_from :]
+        fences = self.fences() + core.touching(states, own)
+        self._give_back(own, states, fences)
+        core.release_lease_after(self._lease, fences)
+        if core.emit is not None:
+            core.emit(
+                RequestEnded(
+                    request=self.id,
+                    how=how,
+                    reused=self._tokens_reused,
+                    computed=self._tokens_computed,
+                    published=published,
+                )
+            )
+
+    # -- small helpers -------------------------------------------------------------------------
+
+    def fences(self) -> tuple[Fence, ...]:
+        """The fences of the request's steps that are not over."""
+        return tuple(step.fence for step in self._steps.values() if not step.fence.passed)
+
+    def _fences_of(self, slot: int) -> tuple[Fence, ...]:
+        return self.fences() + self._core.touching((slot,), ())
+
+    def _give_back(self, pages: Ids, states: Ids, after: tuple[Fence, ...]) -> None:
+        if pages or states:
+            self._core.run(m.GiveBack(self._account, pages, states, after))
+
+    def _drop_snapshot(self) -> None:
+        if self._snapshot is not None:
+            slot = self._snapshot[0]
+            self._snapshot = None
+            self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
+
+    def _refused(self, why: str) -> None:
+        self._core.refused_checkpoints += 1
+        if self._core.emit is not None:
+            self._core.emit(Refused(request=self.id, what="checkpoint", why=why))
+
+    def _check_alive(self) -> None:
+        self._core.check_open()
+        if self.status in ("finished", "aborted"):
+            raise StaleHandle(f"{self} is over")
+
+    def _check_launched(self, what: str) -> None:
+        if any(step.state == "opened" for step in self._steps.values()):
+            raise InvalidRequest(f"{what} while a step of {self} is opened and not launched")
+
+    def _check_no_steps(self, what: str) -> None:
+        if self.fences():
+            raise InvalidRequest(f"{what} while a step of {self} is not over")
+
+
+def check_breakpoints(breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
+    """Raise `InvalidRequest` for a breakpoint outside the prompt."""
+    for position in breakpoints:
+        if not 0 <= position <= length:
+            raise InvalidRequest(f"breakpoint {position} of a prompt of {length} tokens")
+    return tuple(breakpoints)

@@ -1,0 +1,97 @@
+"""A forward pass as the cache sees it: what it reads and writes stays until it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from phloem.cuda_streams.engine import Fence, StepTicket, Stream
+from phloem.errors import InvalidRequest
+from phloem.events import StepChanged
+
+if TYPE_CHECKING:
+    from phloem.runtime.core import Core
+    from phloem.runtime.request import Request
+
+__all__ = ["Step"]
+
+
+class Step:
+    """One forward pass of some requests, on a named stream. Used as a context manager.
+
+    Call `launched` once everything the pass runs is enqueued. Without a stream the pass runs
+    inside the block and is over at its end. Leaving the block by an exception abandons the step:
+    its requests fall back to what they had computed before it.
+    """
+
+    def __init__(
+        self, core: Core, number: int, requests: Sequence[Request], stream: Stream | None
+    ) -> None:
+        self._core = core
+        self.number = number
+        self.requests = tuple(requests)
+        self._ticket = StepTicket(stream, post=core.post, label=f"step {number}")
+        self._starts = {request.id: request.computed for request in self.requests}
+
+    @property
+    def fence(self) -> Fence:
+        """Passes when the step will not touch its memory again."""
+        return self._ticket.fence
+
+    @property
+    def state(self) -> str:
+        """`opened`, `launched`, `ended` or `abandoned`."""
+        return self._ticket.state
+
+    def launched(self, ends: Mapping[Request, int], stream: Stream | None = None) -> None:
+        """Everything is enqueued; each request will then be computed up to its end in `ends`.
+
+        Raises `InvalidRequest` for a request that is not of this step or an end that does not fit
+        its tokens and room, with nothing changed.
+        """
+        for request, end in ends.items():
+            if request.id not in self._starts:
+                raise InvalidRequest(f"{request} is not of step {self.number}")
+            request.check_end(end)
+        self._ticket.launched(stream)
+        for request, end in ends.items():
+            request.step_launched(end)
+        self._tell()
+
+    def end(self) -> None:
+        """The pass is done as far as the caller is concerned."""
+        self._ticket.end()
+        self._tell()
+
+    def abandon(self) -> None:
+        """Give the pass up: what it wrote counts for nothing."""
+        was_launched = self.state == "launched"
+        self._ticket.abandon()
+        for request in self.requests:
+            request.step_abandoned(self._starts[request.id], was_launched=was_launched)
+        self._tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.state == "launched" and kind is None:
+            self.end()
+        elif self.state in ("opened", "launched"):
+            self.abandon()
+
+    def _tell(self) -> None:
+        if self._core.emit is not None:
+            self._core.emit(
+                StepChanged(
+                    step=self.number,
+                    state=self.state,
+                    requests=[request.id for request in self.requests],
+                )
+            )
