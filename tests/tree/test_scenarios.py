@@ -42,7 +42,7 @@ def test_s8_nothing_is_found_in_an_empty_cache() -> None:
     assert World().find(run(1, 5)) == (0, 0, None)
 
 
-def test_s9_to_s15_a_fork_under_pressure() -> None:
+def test_s9_s10_s11_s12_s13_s14_s15_a_fork_under_pressure() -> None:
     world = World()
     assert world.publish([1, 2, 3])[:2] == (0, False)
     assert world.find([1, 2, 3]).dev == 3
@@ -291,6 +291,15 @@ def test_s50_reclaiming_all_empties_the_structure() -> None:
     assert world.nodes() == []
     assert world.tree.figures().namespaces == 0
     assert (world.full_free, world.state_free) == (128, 20)
+
+
+def test_s52_what_is_returned_is_what_the_pools_and_totals_gain() -> None:
+    world = World()
+    chain(world, 2, 4, 6)
+    before = world.evictable()
+    assert world.reclaim(pages=3, states=1) == (4, 2)
+    assert world.evictable() == (before[0] - 4, before[1] - 2)
+    assert (world.full_free, world.state_free) == (126, 19)
 
 
 def test_s53_a_parent_is_a_candidate_when_its_last_child_has_gone() -> None:

@@ -1,0 +1,295 @@
+"""A cache so simple that it is obviously right, and a run that compares the tree with it.
+
+It keeps one entry for each known prefix of whole pages and recomputes everything from them: no
+nodes, no splits, no counters. Which of several candidates an eviction takes is the policy's; what
+it may take, and how much, is checked.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from tree.support import CALLER, World
+
+from phloem.actors.actions import TREE, FreeDeviceSlots
+from phloem.actors.tree import Lease, Match, Namespace, TokenKey
+from phloem.actors.tree.keys import TOKEN_BYTES
+from phloem.actors.tree.node import NO_SLOT, Node
+
+Prefix = tuple[tuple[str, str, bytes], bytes]
+
+
+class Holding(NamedTuple):
+    lease: Lease
+    boundary: Prefix
+    takes_state: bool
+    opened: bool
+
+
+class Compared:
+    """A world and its naive twin; every operation is done to both and the results compared."""
+
+    def __init__(self, page: int, chunk: int, kinds: tuple[str, ...]) -> None:
+        self.world = World(page=page, chunk=chunk, kinds=kinds, pages=24, states=5)
+        self.page_bytes = page * TOKEN_BYTES
+        self.stateful = "state" in kinds
+        self.kv: dict[Prefix, int] = {}
+        self.states: dict[Prefix, int] = {}
+        self.held: list[Holding] = []  # of this generation
+        self.former: list[Lease] = []
+
+    # -- what the naive cache says ---------------------------------------------------------------
+
+    def _prefixes(self, key: TokenKey, limit: int | None = None) -> list[Prefix]:
+        tokens = key.length if limit is None else min(limit, key.length)
+        end = tokens * TOKEN_BYTES // self.page_bytes * self.page_bytes
+        return [
+            (key.root, key.data[:at]) for at in range(self.page_bytes, end + 1, self.page_bytes)
+        ]
+
+    def _known(self, key: TokenKey, limit: int | None = None) -> Prefix:
+        known: Prefix = (key.root, b"")
+        for prefix in self._prefixes(key, limit):
+            if prefix not in self.kv:
+                break
+            known = prefix
+        return known
+
+    def _boundary(self, key: TokenKey, limit: int | None = None) -> Prefix:
+        known = self._known(key, limit)
+        if not self.stateful:
+            return known
+        length = len(known[1])
+        while length and (key.root, key.data[:length]) not in self.states:
+            length -= self.page_bytes
+        return key.root, key.data[:length]
+
+    def _protected(self) -> set[Prefix]:
+        step = self.page_bytes
+        return {
+            (root, data[:at])
+            for holding in self.held
+            for root, data in [holding.boundary]
+            for at in range(step, len(data) + 1, step)
+        }
+
+    def _protected_states(self) -> set[Prefix]:
+        return {one.boundary for one in self.held if one.takes_state} & self.states.keys()
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def match(self, key: TokenKey, limit: int | None = None) -> Match:
+        match = self.world.tree.match(key, limit)
+        known = len(self._known(key, limit)[1]) // TOKEN_BYTES
+        usable = len(self._boundary(key, limit)[1]) // TOKEN_BYTES
+        assert (match.usable, match.device, match.kv_prefix) == (usable, usable, known)
+        grid = self.world.tree.grid
+        branch = known // grid * grid
+        assert match.branch_point == (branch if self.stateful and branch > usable else None)
+        assert sum(match.lost.values()) == match.tokens - match.usable
+        return match
+
+    def acquire(self, key: TokenKey, limit: int | None = None, *, opened: bool = False) -> None:
+        expected = self._boundary(key, limit)
+        tree = self.world.tree
+        if opened:
+            lease, match = tree.open(key, owner="model", limit=limit)
+        else:
+            lease, match = tree.acquire(key, owner="model", limit=limit)
+        assert lease.boundary == match.usable == len(expected[1]) // TOKEN_BYTES
+        self.world.check_content(lease)
+        self.held.append(Holding(lease, expected, self.stateful, opened))
+        self.compare()
+
+    def advance(self, number: int, beyond: int) -> None:
+        holding = self.held[number]
+        lease = holding.lease
+        beyond = max(beyond, lease.boundary)
+        expected = self._boundary(lease.key)
+        match = self.world.tree.advance(lease, beyond=beyond, limit=lease.key.length)
+        if len(expected[1]) // TOKEN_BYTES > beyond:
+            assert lease.boundary == match.usable
+            self.world.check_content(lease)
+            self.held[number] = holding._replace(boundary=expected, takes_state=self.stateful)
+        self.compare()
+
+    def insert(
+        self,
+        key: TokenKey,
+        length: int,
+        *,
+        state: bool,
+        number: int | None = None,
+        swap: bool = True,
+    ) -> None:
+        """Insert with the lease `number`, or without one; skipped when there is no room."""
+        world = self.world
+        holding = None if number is None else self.held[number]
+        lease = None if holding is None else holding.lease
+        start = 0 if lease is None else lease.boundary
+        state = state and self.stateful and length % world.tree.grid == 0
+        prefixes = self._prefixes(key, length)
+        mine = prefixes[start * TOKEN_BYTES // self.page_bytes :]
+        if not self._make_room(len(mine), int(state)):
+            return
+        pages = array("i", world.kv.take(len(mine), CALLER))
+        world.fill(key, start, pages)
+        slot = NO_SLOT
+        if state:
+            (slot,) = world.states.take(1, CALLER)
+            world.states.content[slot] = (key.root, key.data[: length * TOKEN_BYTES])
+        reused = [prefix for prefix in mine if prefix in self.kv]
+        end = prefixes[-1] if prefixes else (key.root, b"")
+        published = world.publish_own(key, pages, slot, lease, length=length, swap=swap)
+        if prefixes:
+            assert published.end == len(end[1]) // TOKEN_BYTES
+            assert published.reused == start + len(reused) * world.page
+        assert published.state_dup == (state and (end in self.states or not prefixes))
+        for prefix, page in zip(mine, pages, strict=True):
+            self.kv.setdefault(prefix, page)
+        if not swap:
+            kept = pages[: len(reused)]
+            world.kv.move(kept, CALLER, None)
+        if state and prefixes:
+            self.states.setdefault(end, slot)
+        if holding is not None and number is not None and prefixes:
+            self.held[number] = holding._replace(boundary=end)
+        self.compare()
+
+    def _make_room(self, pages: int, states: int) -> bool:
+        world = self.world
+        need = max(pages - world.kv.free, 0), max(states - world.states.free, 0)
+        if any(need):
+            self.evict(*need)
+        return world.kv.free >= pages and world.states.free >= states
+
+    def evict(self, pages: int, states: int) -> None:
+        world = self.world
+        free_pages = len(self.kv) - len(self._protected())
+        free_states = len(self.states) - len(self._protected_states())
+        victim = self._first_victim(pages, states)
+        logged = len(world.log)
+        evicted, actions = world.tree.evict(pages, states)
+        assert evicted.pages >= min(pages, free_pages)
+        assert evicted.states >= min(states, free_states)
+        world.carry_out(actions)
+        if victim is not None:
+            first = world.log[logged]
+            assert isinstance(first, FreeDeviceSlots)
+            assert first.ids[-1] == victim, "not the least recently used"
+        gone = [action for action in world.log[logged:] if isinstance(action, FreeDeviceSlots)]
+        self._forget(gone, pages, states)
+        self.compare()
+
+    def _first_victim(self, pages: int, states: int) -> int | None:
+        """The last page, or the state, of the node that goes first, found by looking at all."""
+        tree = self.world.tree
+        index = tree.kv_index if pages else tree.state_index if states else None
+        if index is None:
+            return None
+        nodes: list[Node] = [node for node in tree.radix if index.eligible(node)]
+        if not nodes:
+            return None
+        node = min(nodes, key=lambda node: (index.score(node), node.id))
+        return node.pages[-1] if pages or tree.kv_index.eligible(node) else node.state
+
+    def _forget(self, gone: list[FreeDeviceSlots], pages: int, states: int) -> None:
+        ids = {
+            kind: {one for action in gone if action.component == kind for one in action.ids}
+            for kind in ("kv", "state")
+        }
+        lost_kv = {prefix for prefix, page in self.kv.items() if page in ids["kv"]}
+        lost_states = {prefix for prefix, slot in self.states.items() if slot in ids["state"]}
+        assert not lost_kv & self._protected()
+        assert not lost_states & self._protected_states()
+        if not states and len(ids["kv"]) > pages:
+            assert ids["state"], "more pages than asked went, with no state among them"
+        for prefix in lost_kv:
+            del self.kv[prefix]
+        for prefix in lost_states:
+            del self.states[prefix]
+        for _, data in self.kv:
+            assert len(data) == self.page_bytes or (_, data[: -self.page_bytes]) in self.kv
+
+    def release(self, number: int) -> None:
+        self.world.tree.release(self.held.pop(number).lease)
+        self.compare()
+
+    def release_former(self) -> None:
+        if self.former:
+            self.world.unpin(self.former.pop())
+
+    def release_state(self, number: int) -> None:
+        holding = self.held[number]
+        if holding.lease.has_state:
+            self.world.tree.release_state(holding.lease)
+            self.held[number] = holding._replace(takes_state=False)
+        self.compare()
+
+    def reset(self, *, sweep: bool) -> None:
+        self.world.tree.reset()
+        self.former.extend(holding.lease for holding in self.held)
+        self.kv, self.states, self.held = {}, {}, []
+        if sweep:
+            self.world.sweep()
+        self.compare()
+
+    def end(self) -> None:
+        """Everything comes back when the last holder has gone and all has been evicted."""
+        while self.held:
+            self.release(len(self.held) - 1)
+        while self.former:
+            self.release_former()
+        self.world.sweep()
+        self.evict(self.world.kv.size, self.world.states.size)
+        assert (self.world.kv.free, self.world.states.free) == (24, 5)
+        figures = self.world.tree.figures()
+        assert (figures.nodes, figures.leaves, figures.namespaces, figures.leases) == (0, 0, 0, 0)
+        assert len(self.world.tree.running) == 0
+
+    # -- comparing -------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """The audit, and the tree's contents page by page."""
+        world = self.world
+        world.check()
+        tree = world.tree
+        kv: dict[Prefix, int] = {}
+        states: dict[Prefix, int] = {}
+        for name, root in tree.radix.roots.items():
+            waiting: list[tuple[Node, bytes]] = [(root, b"")]
+            while waiting:
+                node, above = waiting.pop()
+                data = above + node.edge
+                for number, page in enumerate(node.pages, 1):
+                    kv[name, above + node.edge[: number * self.page_bytes]] = page
+                if node.state != NO_SLOT:
+                    states[name, data] = node.state
+                waiting.extend((child, data) for child in (node.children or {}).values())
+        assert kv == self.kv
+        assert states == self.states
+        assert all(world.kv.owner[page] == TREE for page in kv.values())
+        self._compare_leases()
+
+    def _compare_leases(self) -> None:
+        tree = self.world.tree
+        figures = tree.figures()
+        assert figures.leases == len(self.held) + len(self.former)
+        if not self.former and not tree.sweeping:
+            assert figures.pages_protected == len(self._protected())
+            assert figures.states_protected == len(self._protected_states())
+        for lease, boundary, takes_state, _ in self.held:
+            assert lease.boundary * TOKEN_BYTES == len(boundary[1])
+            assert lease.has_state == takes_state
+            positions = [wanted.position for wanted in lease.wanted]
+            assert positions == sorted(set(positions))
+            assert all(p > lease.boundary and p % tree.grid == 0 for p in positions)
+
+
+def page_tokens(kinds: list[int], page: int, tail: int = 0) -> list[int]:
+    """Pages that differ in their last token only, then `tail` tokens that fill no page."""
+    return [one for kind in kinds for one in [5] * (page - 1) + [kind]] + [6] * tail
+
+
+NAMESPACES = (Namespace(), Namespace("adapter", "salt"))

@@ -1,0 +1,152 @@
+"""The tree against the naive cache, in random operations that shrink to a short program."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tree.naive import NAMESPACES, Compared, page_tokens
+
+from phloem.actors.tree import TokenKey
+
+FUZZ = int(os.environ.get("PHLOEM_FUZZ", "0"))
+CONFIGS = {
+    "page1": (1, 1, ("kv", "state")),
+    "page4-grid8": (4, 8, ("kv", "state")),
+    "page16": (16, 1, ("kv", "state")),
+    "kv-page1": (1, 1, ("kv",)),
+    "kv-page4": (4, 1, ("kv",)),
+    "kv-page16": (16, 1, ("kv",)),
+}
+PATHS = st.lists(st.integers(1, 3), max_size=6)
+SPACES = st.sampled_from(NAMESPACES)
+INDEX = st.integers(0, 10**6)
+
+
+class Machine(RuleBasedStateMachine):
+    """Every operation of the tree; `Compared` does the work."""
+
+    config = CONFIGS["page1"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Compared(*self.config)
+        self.page = self.config[0]
+
+    def key(self, path: list[int], ns: Any, tail: int = 0) -> TokenKey:
+        return TokenKey.of(page_tokens(path, self.page, tail % self.page), ns)
+
+    def pick(self, index: int) -> int:
+        return index % len(self.both.held)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.both.held)
+
+    @rule(path=PATHS, ns=SPACES, tail=INDEX, state=st.booleans(), swap=st.booleans())
+    def insert(self, path: list[int], ns: Any, tail: int, state: bool, swap: bool) -> None:
+        key = self.key(path, ns, tail)
+        self.both.insert(key, key.length, state=state, swap=swap)
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX, more=PATHS, state=st.booleans(), swap=st.booleans())
+    def insert_with_lease(self, index: int, more: list[int], state: bool, swap: bool) -> None:
+        number = self.pick(index)
+        lease = self.both.held[number].lease
+        covered = lease.key.data[: lease.boundary * 4]
+        key = TokenKey(covered, lease.key.namespace).extended(page_tokens(more, self.page))
+        self.both.insert(key, key.length, state=state, number=number, swap=swap)
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX, pages=st.integers(0, 6), state=st.booleans())
+    def checkpoint(self, index: int, pages: int, state: bool) -> None:
+        number = self.pick(index)
+        lease = self.both.held[number].lease
+        length = min(lease.boundary + pages * self.page, lease.key.length)
+        self.both.insert(lease.key, length, state=state, number=number)
+
+    @rule(path=PATHS, ns=SPACES, tail=INDEX, cut=st.integers(0, 3), opened=st.booleans())
+    def acquire(self, path: list[int], ns: Any, tail: int, cut: int, opened: bool) -> None:
+        key = self.key(path, ns, tail)
+        if len(self.both.held) < 8:
+            self.both.acquire(key, max(key.length - cut, 0), opened=opened)
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX, beyond=st.integers(0, 20))
+    def advance(self, index: int, beyond: int) -> None:
+        self.both.advance(self.pick(index), beyond)
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX)
+    def release(self, index: int) -> None:
+        self.both.release(self.pick(index))
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX)
+    def release_state(self, index: int) -> None:
+        self.both.release_state(self.pick(index))
+
+    @rule(pages=st.integers(0, 5), states=st.integers(0, 2))
+    def evict(self, pages: int, states: int) -> None:
+        self.both.evict(pages, states)
+
+    @rule(sweep=st.booleans(), really=st.integers(0, 5))
+    def reset(self, sweep: bool, really: int) -> None:
+        if not really:
+            self.both.reset(sweep=sweep)
+
+    @precondition(lambda self: self.both.world.tree.sweeping)
+    @rule()
+    def sweep(self) -> None:
+        self.both.world.sweep()
+        self.both.compare()
+
+    @precondition(lambda self: bool(self.both.former))
+    @rule()
+    def release_former(self) -> None:
+        self.both.release_former()
+        self.both.compare()
+
+    @rule(path=PATHS, ns=SPACES, tail=INDEX, cut=st.integers(0, 3))
+    def match(self, path: list[int], ns: Any, tail: int, cut: int) -> None:
+        key = self.key(path, ns, tail)
+        self.both.match(key)
+        self.both.match(key, max(key.length - cut, 0))
+
+    def teardown(self) -> None:
+        self.both.end()
+
+
+def run_machine(config: str, examples: int, steps: int) -> None:
+    machine = type("Machine", (Machine,), {"config": CONFIGS[config]})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_s190_s191_the_tree_agrees_with_the_naive_cache(config: str) -> None:
+    run_machine(config, examples=40, steps=50)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fuzz_the_tree_agrees_with_the_naive_cache(config: str) -> None:
+    run_machine(config, examples=600 * FUZZ, steps=100)

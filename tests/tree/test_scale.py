@@ -1,0 +1,149 @@
+"""Deep and wide trees. Costs are counted in steps, not in seconds."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator
+
+import pytest
+
+from phloem.actors.tree import TokenKey, Tree
+from phloem.actors.tree.audit import audit_tree
+from phloem.actors.tree.eviction import Lru
+from phloem.actors.tree.node import Node
+
+DEEP = 200_000
+
+
+@pytest.fixture
+def shallow_stack() -> Iterator[None]:
+    """Hardly more stack than the test itself stands on."""
+    depth, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(depth + 60)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+def deep_chain(tree: Tree, key: TokenKey) -> None:
+    """One node and one state for each token, through one growing lease."""
+    lease, _ = tree.acquire(key, owner="deep")
+    for end in range(1, key.length + 1):
+        _, actions = tree.insert(key, array("i", (end,)), end, lease, length=end)
+        assert not actions
+    tree.release(lease)
+
+
+@pytest.mark.usefixtures("shallow_stack")
+def test_s193_f090_a_chain_of_200_000_nodes() -> None:
+    tree = Tree(page_size=1)
+    key = TokenKey.of(array("i", range(1, DEEP + 1)))
+    deep_chain(tree, key)
+    assert tree.figures().nodes == DEEP
+    assert tree.match(key).usable == DEEP
+    lease, _ = tree.acquire(key, owner="reader")
+    assert len(tree.pages_of(lease)) == DEEP
+    assert tree.figures().pages_protected == DEEP
+    audit_tree(tree)
+    assert tree.evict(pages=1) == (tree.evict(0)[0], [])  # all protected
+    tree.release(lease)
+    assert tree.figures().pages_protected == 0
+    evicted, _ = tree.evict(pages=DEEP // 2)
+    assert (evicted.pages, evicted.states) == (DEEP // 2, DEEP // 2)
+    assert tree.match(key).usable == DEEP // 2
+    tree.reset()
+    more, freed = True, 0
+    while more:
+        more, actions = tree.sweep(limit=10_000)
+        freed += sum(len(action.ids) for action in actions if action.component == "kv")  # type: ignore[union-attr]  # frees only
+    assert freed == DEEP // 2
+    assert tree.figures().nodes == 0
+    audit_tree(tree)
+
+
+@pytest.mark.usefixtures("shallow_stack")
+def test_a_deep_chain_without_states_becomes_few_nodes() -> None:
+    tree = Tree(page_size=1, components=("kv",))
+    key = TokenKey.of(array("i", range(1, 20_001)))
+    lease, _ = tree.acquire(key, owner="deep")
+    for end in range(1, key.length + 1):
+        tree.insert(key, array("i", (end,)), 0, lease, length=end)
+    assert tree.figures().nodes < 10
+    assert tree.match(key).usable == 20_000
+    audit_tree(tree)
+
+
+class Counting(Lru):
+    """Counts how often it is asked for a score."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def kv_score(self, node: Node, /) -> int:
+        """Count, then answer."""
+        self.asked += 1
+        return super().kv_score(node)
+
+    def state_score(self, node: Node, /) -> int:
+        """Count, then answer."""
+        self.asked += 1
+        return super().state_score(node)
+
+
+def wide_tree(leaves: int, policy: Lru) -> Tree:
+    tree = Tree(page_size=1, policy=policy)
+    for leaf in range(1, leaves + 1):
+        tree.insert(array("i", (leaf % 7, leaf)), array("i", (2 * leaf, 2 * leaf + 1)), leaf)
+    return tree
+
+
+@pytest.mark.parametrize("leaves", [100, 20_000])
+def test_f098_evicting_asks_for_as_many_scores_as_it_frees(leaves: int) -> None:
+    policy = Counting()
+    tree = wide_tree(leaves, policy)
+    policy.asked = 0
+    for turn in range(50):
+        evicted, _ = tree.evict(pages=1, states=1)
+        assert (evicted.pages, evicted.states) == (1, 1)
+        tree.insert([8, 10**6 + turn], [10**6 + 2 * turn, 10**6 + 2 * turn + 1], 10**6 + turn)
+    assert policy.asked <= 12 * 50
+
+
+@pytest.mark.parametrize("leaves", [100, 20_000])
+def test_f098_indexes_do_not_grow_with_what_was_used(leaves: int) -> None:
+    tree = wide_tree(leaves, Lru())
+    for turn in range(3 * leaves):
+        lease, _ = tree.acquire(array("i", (turn % 7, turn % leaves + 1)), owner="busy")
+        tree.release(lease)
+    assert len(tree.kv_index.heap) <= tree.figures().leaves
+    assert len(tree.state_index.heap) <= tree.figures().states
+    audit_tree(tree)
+
+
+def test_f098_dead_entries_are_swept_out() -> None:
+    tree = Tree(page_size=1)
+    for turn in range(1, 3001):
+        tree.insert([turn], [turn], turn)
+        tree.evict(states=1)
+        assert len(tree.kv_index.heap) <= 2 * tree.figures().leaves + 70
+
+
+@pytest.mark.parametrize("way", ["evict", "reset"])
+def test_nodes_that_have_gone_are_referred_to_by_nobody(way: str) -> None:
+    """The collector does not see nodes, so the tree has to cut their cycles itself."""
+    tree = wide_tree(500, Lru())
+    nodes = list(tree.radix)
+    assert all(sys.getrefcount(node) > 3 for node in nodes)
+    if way == "evict":
+        tree.evict(pages=10**6)
+        tree.state_index.rebuild()
+    else:
+        tree.reset()
+        while tree.sweep(limit=7)[0]:
+            pass
+    assert tree.figures().nodes == 0
+    # the list, the loop's name, and the argument of the call
+    assert all(sys.getrefcount(node) == 3 for node in nodes)
