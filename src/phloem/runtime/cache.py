@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
+import anyio
 import msgspec
 import torch
 
@@ -162,15 +163,13 @@ class CacheRuntime:
         held = (core.ledger.kv.granted, core.ledger.state.granted)
         for request in list(core.requests.values()):
             request.abort()
-        try:
-            async with asyncio.timeout(self.config.close_timeout_s):
-                await engine.drain()
-        except TimeoutError:
-            pass  # the engine's own close waits for what runs; its pools stay untouched by others
-        finally:
-            core.domain.stop(RuntimeClosed("the runtime is closed"))
-            engine.close()
-            self._tell_stopped("closed", owned, held)
+        # Shielded: a cancelled closer must not leave copies writing into pools that are given up.
+        # What has not ended by the deadline is waited for by the engine's own close.
+        with anyio.move_on_after(self.config.close_timeout_s, shield=True):
+            await engine.drain()
+        core.domain.stop(RuntimeClosed("the runtime is closed"))
+        engine.close()
+        self._tell_stopped("closed", owned, held)
 
     def _crashed(self, error: BaseException) -> None:
         assert self._core is not None

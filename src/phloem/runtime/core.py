@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+
+import anyio
 
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
@@ -115,7 +116,7 @@ class Core:
         """Grant or `NoRoom`; a cancelled caller leaves nothing behind."""
         message = m.Allocate(pages, states, owner, account, wait)
         try:
-            async with asyncio.timeout(timeout):
+            with anyio.fail_after(timeout):
                 grant = await self.domain.call(self.allocator, message, self._undo_grant)
         except TimeoutError:
             raise NoRoom(self.allocator.figures(pages, states)) from None

@@ -166,10 +166,13 @@ class Request:
         """Take over what others have published meanwhile, KV and state of one boundary together.
 
         The pages that it replaces go back; unused room stays. Raises `InvalidRequest` while the
-        request has a step that is not over. Returns the match it stands on.
+        request has a step that is not over. Returns the match it stands on. After a reset there is
+        nothing to take over.
         """
         self._check_alive()
         self._check_no_steps("advance")
+        if self._former_generation:
+            return self.match
         match = self._core.run(
             m.Advance(self._lease, self.computed, max(0, self.prompt_tokens - 1))
         )
@@ -302,11 +305,15 @@ class Request:
         """Publish what is settled; donate a state when the position is wanted (or `state=True`).
 
         The state is a copy, made after the steps that wrote it; when no slot can be had the KV is
-        published without. Returns None when there is nothing new to publish. Raises
-        `InvalidRequest` while a step of the request is opened and not launched.
+        published without. Returns None when there is nothing new to publish, or when the cache was
+        reset since the request opened. Raises `InvalidRequest` while a step of the request is
+        opened and not launched.
         """
         self._check_alive()
         self._check_launched("checkpoint")
+        if self._former_generation:
+            self._refused("reset")
+            return None
         position = self._publishable("all")
         offer = self._donatable_snapshot(position)
         if offer is not None:
@@ -441,7 +448,7 @@ class Request:
         position = self._publishable(publish)
         published = self.boundary
         try:
-            if publish != "none" and self._lease.generation == self._core.tree.generation:
+            if publish != "none" and not self._former_generation:
                 published = self._publish_last(position)
         finally:
             self._end("finished", published)
@@ -500,6 +507,11 @@ class Request:
             )
 
     # -- small helpers -------------------------------------------------------------------------
+
+    @property
+    def _former_generation(self) -> bool:
+        """The cache was reset since: the request goes on with what it has and publishes nothing."""
+        return self._lease.generation != self._core.tree.generation
 
     def fences(self) -> tuple[Fence, ...]:
         """The fences of the request's steps that are not over."""

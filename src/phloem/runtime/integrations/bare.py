@@ -11,6 +11,7 @@ from collections import deque
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from phloem.cuda_streams.fences import Fence
 from phloem.errors import NoRoom, PoolFigures
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ __all__ = ["BareCache", "BareRequest"]
 
 class BareRequest:
     """A request that computes all of its prompt; see `Request` of the runtime for the names."""
-
-    usable = 0
 
     def __init__(self, cache: BareCache, tokens: int) -> None:
         self.computed = 0
@@ -55,8 +54,8 @@ class BareRequest:
         self._tokens += len(tokens)
 
     def next_stop(self, limit: int) -> tuple[int, int]:
-        """The next chunk."""
-        return self.computed, min(self.computed + limit, self._tokens)
+        """The next chunk; it ends at a multiple of `limit`."""
+        return self.computed, min((self.computed // limit + 1) * limit, self._tokens)
 
     def page_table(self) -> list[int]:
         """Its page ids from position 0 on."""
@@ -69,10 +68,15 @@ class BareRequest:
 
 
 class BareStep:
-    """One forward pass."""
+    """One forward pass; `fence` passes when the worker is done with it."""
+
+    def __init__(self, stream: WorkerStream) -> None:
+        self.fence = Fence()
+        self._stream = stream
 
     def launched(self, ends: Mapping[BareRequest, int]) -> None:
-        """Counts the tokens that it computes."""
+        """Everything is enqueued; counts the tokens that it computes."""
+        self.fence = self._stream.record()
         for request, end in ends.items():
             request.computed = end
 
@@ -106,10 +110,10 @@ class BareCache:
         self,
         requests: Sequence[BareRequest],  # noqa: ARG002  as the runtime has it
         *,
-        stream: WorkerStream,  # noqa: ARG002  as the runtime has it
+        stream: WorkerStream,
     ) -> Generator[BareStep]:
         """A forward pass of `requests` on `stream`."""
-        yield BareStep()
+        yield BareStep(stream)
 
     async def take(self, tokens: int, wait: bool) -> tuple[list[int], int | None]:
         """Pages for `tokens` and a cleared slot, when there are enough."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar
 
@@ -21,12 +21,12 @@ from phloem.runtime.integrations.transformers import ModelCache, Row, Transforme
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from concurrent.futures import Future
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
     from types import TracebackType
 
     from torch import Tensor
 
+    from phloem.cuda_streams.fences import Fence
     from phloem.cuda_streams.pools import DevicePools
     from phloem.cuda_streams.threads import WorkerStream
 
@@ -61,8 +61,6 @@ class Request(Protocol):
     """What the server needs of a request of the runtime."""
 
     @property
-    def usable(self) -> int: ...
-    @property
     def computed(self) -> int: ...
     @property
     def state_slot(self) -> int | None: ...
@@ -77,12 +75,13 @@ class Request(Protocol):
 
 
 R = TypeVar("R", bound=Request)
-T = TypeVar("T")
 
 
 class Step(Protocol[R]):
     """What the server needs of a step."""
 
+    @property
+    def fence(self) -> Fence: ...
     def launched(self, ends: Mapping[R, int]) -> object: ...
 
 
@@ -99,9 +98,11 @@ class Cache(Protocol[R]):
     ) -> AbstractContextManager[Step[R]]: ...
 
 
-async def _result(work: Future[T]) -> T:
-    """Waits for the worker; a cancelled caller leaves what it enqueued to run to its end."""
-    return await asyncio.shield(asyncio.wrap_future(work))
+async def _over(step: Step[R]) -> None:
+    """Waits until the worker is done with the step; cancelled, it leaves the step to its end."""
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    step.fence.add_callback(lambda: None if over.done() else over.set_result(None))
+    await over
 
 
 @dataclass(eq=False)
@@ -200,17 +201,16 @@ class HybridServer(Generic[R]):
         if self._loop_task is None:
             raise RuntimeClosed("the server is not running")
         begun = self._clock()
-        await self._turn.acquire()
-        with ExitStack() as turn:
-            turn.callback(self._end_turn)
-            self._may_decode.clear()
-            async with self.cache.request(prompt, id=id) as request:
-                await self._make_room(request, len(prompt) + max_new)
-                computed, logits = await self._prefill(request, prompt)
-                first = self._clock()
-                turn.close()
-                answer = await self._decode(request, logits, len(prompt), max_new)
-                await request.finish(publish=self._publish)
+        async with self.cache.request(prompt, id=id) as request:
+            async with self._turn:
+                self._may_decode.clear()
+                try:
+                    computed, logits = await self._prefill(request, prompt, max_new)
+                finally:
+                    self._may_decode.set()  # the next prompt clears it before a step can begin
+            first = self._clock()
+            answer = await self._decode(request, logits, len(prompt), max_new)
+            await request.finish(publish=self._publish)
         return Completion(
             tokens=tuple(answer.tokens),
             prompt_tokens=len(prompt),
@@ -220,39 +220,36 @@ class HybridServer(Generic[R]):
             logits=tuple(answer.logits),
         )
 
-    def _end_turn(self) -> None:
-        self._turn.release()
-        self._may_decode.set()  # unless the next prompt clears it first
-
     # ------------------------------------------------------------------ prefill
 
     async def _make_room(self, request: R, tokens: int) -> None:
-        """Allocates for the prompt's rest and the answer; meanwhile others may decode."""
-        missing = tokens - request.usable
+        """Allocates for all `tokens` of the request; while it waits, others may decode."""
         try:
-            await request.allocate(missing, wait=False)
+            await request.allocate(tokens - request.computed, wait=False)
         except NoRoom:
             self._may_decode.set()
-            await request.allocate(missing)
+            await request.allocate(tokens - request.computed)
             self._may_decode.clear()
         await request.ready()
 
-    async def _prefill(self, request: R, prompt: Sequence[int]) -> tuple[int, Tensor]:
+    async def _prefill(self, request: R, prompt: Sequence[int], max_new: int) -> tuple[int, Tensor]:
         """Computes what is not reused; returns how many tokens and the last logits."""
+        await request.advance()  # what was published since the request arrived
+        await self._make_room(request, len(prompt) + max_new)
         ran: tuple[ModelCache, Tensor] | None = None
         computed, end = 0, -1
         while request.computed < len(prompt):
             await request.advance()
-            at = request.computed
             # Gather anew at the first chunk, and when others had published more meanwhile.
-            cache = ran[0] if ran is not None and at == end else None
-            start, end = request.next_stop(limit=self._chunk - at % self._chunk)
+            cache = ran[0] if ran is not None and request.computed == end else None
+            start, end = request.next_stop(self._chunk)
             with self.cache.step([request], stream=self._stream) as step:
                 work = self._stream.run(
                     self._prefill_chunk, cache, prompt[start:end], start, _row(request, start)
                 )
                 step.launched({request: end})
-                ran = await _result(work)
+            await _over(step)
+            ran = work.result()
             await request.checkpoint()
             computed += end - start
         assert ran is not None, "at least the last token of a prompt is computed"
@@ -314,7 +311,8 @@ class HybridServer(Generic[R]):
                 [answer.row() for answer in answers],
             )
             step.launched({answer.request: answer.length + 1 for answer in answers})
-            batch, logits = await _result(work)
+        await _over(step)
+        batch, logits = work.result()
         self._batch = (answers, batch)
         for answer, row in zip(answers, logits, strict=True):
             answer.length += 1
