@@ -51,7 +51,8 @@ class Reply:
         self.future: asyncio.Future[None] | None = None
         self.on_abandoned: Callable[[], None] | None = None
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let whoever awaits the answer go on."""
         if self.future is not None and not self.future.done():
             self.future.set_result(None)
 
@@ -140,7 +141,7 @@ class Domain:
         assert not reply.done
         self._outstanding.pop(reply, None)
         reply.value, reply.error, reply.done = value, error, True
-        reply._wake()
+        reply.wake()
 
     # -- callers -------------------------------------------------------------------------------
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import anyio
 import msgspec
@@ -220,7 +220,7 @@ class CacheRuntime:
         marks: Sequence[ContentMark] = (),
         breakpoints: Sequence[int] = (),
         whole: bool = False,
-    ) -> AsyncIterator[Request]:
+    ) -> AsyncGenerator[Request]:
         """Open a request for a prompt; leaving the block without `finish` aborts it.
 
         Matches all tokens but the last, which is computed for its logits, unless `whole`.
@@ -481,9 +481,7 @@ def _limit(key: TokenKey, whole: bool) -> int:
 
 
 def _lease_and_match(answer: object) -> tuple[TreeLease, Match]:
-    assert isinstance(answer, tuple)
-    lease, match = answer
-    return lease, match
+    return cast("tuple[TreeLease, Match]", answer)
 
 
 def _undo_lease(core: Core) -> Callable[[object], None]:

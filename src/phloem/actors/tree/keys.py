@@ -124,7 +124,7 @@ def _to_bytes(tokens: Tokens) -> bytes:
 def _as_numpy(tokens: object) -> npt.NDArray[np.generic] | None:
     """The tokens as a numpy array when they offer a buffer of numbers, else None."""
     if isinstance(tokens, np.ndarray):
-        return tokens
+        return cast("npt.NDArray[np.generic]", tokens)
     if hasattr(tokens, "__array__") or isinstance(tokens, memoryview):
         try:
             return cast("npt.NDArray[np.generic]", np.asarray(tokens))
