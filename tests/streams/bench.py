@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from phloem.cuda_streams.batches import Channel, Clear, CopyItem
 from phloem.cuda_streams.clocks import LoopClock
+from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.dispatch import Dispatcher, Fault
 from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.hazards import HazardChecker
@@ -20,6 +21,7 @@ from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.cuda_streams.virtual import Link, VirtualEngine
 from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec
+from streams.fake_device import FakeDriver
 
 LAYOUT = ModelLayout.from_layers(
     [
@@ -69,6 +71,7 @@ class Bench:
     host: HostPools
     engines: list[Dispatcher]
     hazards: HazardChecker
+    driver: FakeDriver = field(default_factory=FakeDriver)
 
     @classmethod
     def make(cls, kind: str, *, pages: int = 24, states: int = 12, page_size: int = 2) -> Bench:
@@ -105,6 +108,12 @@ class Bench:
         loop = asyncio.get_running_loop()
         if self.kind == "threads":
             engine: Dispatcher = ThreadEngine(LoopPoster(loop), fault=fault, mover=mover)
+        elif self.kind.startswith("device"):
+            self.driver = FakeDriver(batched=self.kind == "device, batched")
+            stage_bytes = 3 * self.device.page_bytes
+            engine = DeviceEngine(
+                LoopPoster(loop), self.driver, fault=fault, stage_bytes=stage_bytes
+            )
         else:
             clock = LoopClock(loop)
             engine = VirtualEngine(

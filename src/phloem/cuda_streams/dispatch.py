@@ -12,7 +12,7 @@ from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket
 from phloem.cuda_streams.fences import Fence, Post, Stream
 from phloem.errors import EngineDead, InvalidRequest, RuntimeClosed
 
-__all__ = ["Dispatcher", "Fault"]
+__all__ = ["Dispatcher", "Fault", "waited_for"]
 
 Fault = Callable[[Ticket, int], None]
 """Called before each model layer of each ticket. Raising fails the ticket; raising EngineDead
@@ -45,21 +45,20 @@ class Dispatcher(ABC):
 
     def submit(self, batch: CopyBatch) -> Ticket:
         """Queue a batch; see `CopyEngine.submit`."""
-        waits = [fence.quiesced if isinstance(fence, Ticket) else fence for fence in batch.after]
-        waits += [ticket.quiesced for ticket in batch.requires]
+        waits = waited_for(batch)
         with self._lock:
             if self._dead is not None:
                 raise EngineDead(str(self._dead)) from self._dead
             if self._closed:
                 raise RuntimeClosed("the copy engine is closed")
-            ticket = Ticket(self._seq, batch, self._post, self._cancelled)
+            ticket = Ticket(self._seq, batch, self._post)
             self._seq += 1
             self._open[ticket.seq] = ticket
             self._inflight[batch.channel] += batch.nbytes
             self._blockers[ticket.seq] = len(waits) + 1  # + 1: not before all are hooked
         ticket.quiesced.add_hook(lambda: self._forget(ticket))
         for fence in waits:
-            fence.add_hook(lambda: self._unblock(ticket))
+            self._when_met(fence, lambda: self._unblock(ticket))
         self._unblock(ticket)
         return ticket
 
@@ -99,7 +98,7 @@ class Dispatcher(ABC):
             if error is None:
                 ticket.started()
                 return ticket
-            self.finish(ticket, error)
+            self._end_unstarted(ticket, error)
         return None
 
     def finish(self, ticket: Ticket, error: BaseException | None = None) -> None:
@@ -149,6 +148,10 @@ class Dispatcher(ABC):
     @abstractmethod
     def _woken(self, channel: Channel) -> None: ...
 
+    def _when_met(self, fence: Fence, fn: Callable[[], None]) -> None:
+        """Call `fn` once nothing of `fence` keeps a ticket from being taken."""
+        fence.add_hook(fn)
+
     def _flush(self) -> None:
         """Bring every waiting ticket to where `take` will end it."""
         with self._lock:
@@ -165,10 +168,15 @@ class Dispatcher(ABC):
     def _pop(self, channel: Channel) -> Ticket | None:
         with self._lock:
             ready = self._ready[channel]
-            return self._open[self._choose(ready)[1]] if ready else None
+            key = self._choose(channel, ready) if ready else None
+            return None if key is None else self._open[key[1]]
 
-    def _choose(self, ready: list[tuple[int, int]]) -> tuple[int, int]:
-        """Take one key out of a heap that is not empty; engines that fuzz the order override it."""
+    def _choose(self, channel: Channel, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
+        """Take a key (priority, seq) out of a heap that is not empty, or none for the time being.
+
+        For engines that fuzz the order or hold something back. Called under the lock.
+        """
+        del channel
         return heapq.heappop(ready)
 
     def _unblock(self, ticket: Ticket) -> None:
@@ -183,12 +191,14 @@ class Dispatcher(ABC):
             self._push(ticket)
         self._woken(ticket.batch.channel)
 
-    def _cancelled(self, ticket: Ticket) -> None:
-        with self._lock:
-            if self._blockers.pop(ticket.seq, None) is None:
-                return
-            self._push(ticket)
-        self._woken(ticket.batch.channel)
+    def _end_unstarted(self, ticket: Ticket, error: BaseException) -> None:
+        """End a ticket that was not started, but not before what it waits for (see `_when_met`)."""
+        if self._dead is None and not self._closed:
+            for fence in waited_for(ticket.batch):
+                if not fence.passed:
+                    fence.add_hook(lambda: self._end_unstarted(ticket, error))
+                    return
+        self.finish(ticket, error)
 
     def _forget(self, ticket: Ticket) -> None:
         with self._lock:
@@ -206,6 +216,12 @@ class Dispatcher(ABC):
                 failure.__cause__ = needed.error
                 return failure
         return None
+
+
+def waited_for(batch: CopyBatch) -> list[Fence]:
+    """The fences of everything that a batch names in `after` and `requires`."""
+    named = (*batch.after, *batch.requires)
+    return [one.quiesced if isinstance(one, Ticket) else one for one in named]
 
 
 def _dead_error(cause: BaseException) -> EngineDead:

@@ -3,7 +3,8 @@
 - `submit` never blocks and touches no memory itself; it returns a `Ticket`.
 - Two tickets are ordered only if one names the other in `after` or `requires`. Engines and tests
   are free to reorder all others.
-- A ticket is done when its outcome is known *and* its memory will not be touched again. Neither
+- A ticket is done when its outcome is known *and* its memory will not be touched again, neither by
+  itself nor by what it named: so waiting for the last user of some memory is enough. Neither
   time-outs nor cancelled callers nor lost handles shorten that.
 - Threads never touch what belongs to the loop: they pass fences, and the loop hears by `post`.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from phloem.cuda_streams.batches import (
@@ -62,22 +63,20 @@ class Ticket:
     leaves the copy and the other waiters alone.
     """
 
-    def __init__(
-        self, seq: int, batch: CopyBatch, post: Post, on_cancel: Callable[[Ticket], None]
-    ) -> None:
-        """For engines. `on_cancel` hears of `cancel()`, in the thread that calls it."""
+    def __init__(self, seq: int, batch: CopyBatch, post: Post) -> None:
+        """For engines."""
         self.seq = seq
         self.batch = batch
         self.quiesced = Fence(post, f"copy {seq}")
         self.cancel_asked = False
         self._post = post
-        self._on_cancel = on_cancel
         self._state = TicketState.QUEUED
         self._error: BaseException | None = None
         self._layers_done = 0
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []  # the loop's; see _wait
         self._lock = threading.Lock()
         self._layer_fences: dict[int, Fence] = {}  # under the lock
+        self._layer_events: Sequence[object] = ()  # under the lock
 
     def __repr__(self) -> str:
         label = f" {self.batch.label}" if self.batch.label else ""
@@ -108,11 +107,11 @@ class Ticket:
     def cancel(self) -> None:
         """Ask the copy to end. Idempotent; its memory is free only when it is `done`.
 
-        Not started: it never touches memory. Running: it ends at a layer boundary or completes.
+        Not started: it never touches memory, and ends once what it waits for has ended (whoever
+        waits for this ticket alone must find those quiet too). Running: it ends at a layer
+        boundary or completes.
         """
-        if not self.done and not self.cancel_asked:
-            self.cancel_asked = True
-            self._on_cancel(self)
+        self.cancel_asked = True
 
     def layer_fence(self, layer: int) -> Fence:
         """Passes when model layers 0..`layer` have landed, or when the ticket is done without.
@@ -128,6 +127,8 @@ class Ticket:
             if fence is None:
                 fence = Fence(self._post, f"layer {layer} of copy {self.seq}")
                 self._layer_fences[layer] = fence
+                if self._layer_events:
+                    fence.mark_recorded(self._layer_events[layer])
             return fence
 
     def _check_layer(self, layer: int) -> None:
@@ -187,6 +188,15 @@ class Ticket:
         """For engines: the copy may touch memory from now on."""
         self._state = TicketState.RUNNING
 
+    def launched(self, layer_events: Sequence[object]) -> None:
+        """For engines of devices: the events that follow each layer are on the stream."""
+        with self._lock:
+            self._layer_events = layer_events
+            fences = tuple(self._layer_fences.items())
+        for layer, fence in fences:
+            fence.mark_recorded(layer_events[layer])
+        self.quiesced.mark_recorded(layer_events[-1])
+
     def progress(self, layers_done: int) -> None:
         """For engines: so many leading model layers have landed."""
         with self._lock:
@@ -213,6 +223,7 @@ class Ticket:
         self.quiesced.mark_passed()
         with self._lock:
             fences, self._layer_fences = self._layer_fences, {}
+            self._layer_events = ()
         for fence in fences.values():
             fence.mark_passed()
         if self._waiters:

@@ -68,17 +68,24 @@ class Fence:
 
     Created by engines and streams; `post` brings callbacks to the loop (without one they run in
     the thread that passes the fence, which is right where that thread is the loop's own).
+
+    Behind a device's fence stands an event of a stream, from the moment that it is *recorded*:
+    from then on other streams of the device can be told to wait for it, long before it passes.
     """
 
-    __slots__ = ("_callbacks", "_hooks", "_lock", "_passed", "_post", "label")
+    __slots__ = (
+        "_callbacks", "_event", "_hooks", "_lock", "_passed", "_post", "_recorded_hooks", "label",
+    )  # fmt: skip
 
     def __init__(self, post: Post | None = None, label: str = "") -> None:
         self.label = label
         self._post: Post = _call if post is None else post
         self._lock = threading.Lock()
         self._passed = False
+        self._event: object | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._hooks: list[Callable[[], None]] = []
+        self._recorded_hooks: list[Callable[[], None]] = []
 
     @classmethod
     def settled(cls, label: str = "") -> Fence:
@@ -94,6 +101,11 @@ class Fence:
     def passed(self) -> bool:
         """True from the moment that the memory behind the fence is left alone, in any thread."""
         return self._passed
+
+    @property
+    def event(self) -> object | None:
+        """The device's event behind the fence; None before it is recorded and once passed."""
+        return self._event
 
     def add_callback(self, fn: Callable[[], None]) -> None:
         """Have `fn()` called on the loop exactly once; to be called on the loop.
@@ -119,6 +131,24 @@ class Fence:
                 return
         fn()
 
+    def add_recorded_hook(self, fn: Callable[[], None]) -> None:
+        """Like `add_hook`, but called once the fence is recorded, or passed without that."""
+        with self._lock:
+            if not self._passed and self._event is None:
+                self._recorded_hooks.append(fn)
+                return
+        fn()
+
+    def mark_recorded(self, event: object) -> None:
+        """Its owner has put `event` on a stream; nothing if the fence has passed already."""
+        with self._lock:
+            if self._passed or self._event is not None:
+                return
+            self._event = event
+            hooks, self._recorded_hooks = self._recorded_hooks, []
+        for hook in hooks:
+            hook()
+
     def wait(self, timeout: float | None = None) -> bool:
         """Block the calling thread until passed; False when `timeout` seconds were not enough.
 
@@ -136,7 +166,9 @@ class Fence:
             if self._passed:
                 return
             self._passed = True
-            hooks, self._hooks = self._hooks, []
+            self._event = None
+            hooks = self._recorded_hooks + self._hooks
+            self._recorded_hooks, self._hooks = [], []
             callbacks, self._callbacks = self._callbacks, []
         for hook in hooks:
             hook()
@@ -223,5 +255,7 @@ class StepTicket:
     def _over(self) -> None:
         if self._recorded is None:
             self.fence.mark_passed()
-        else:
-            self._recorded.add_hook(self.fence.mark_passed)
+            return
+        if (event := self._recorded.event) is not None:
+            self.fence.mark_recorded(event)
+        self._recorded.add_hook(self.fence.mark_passed)

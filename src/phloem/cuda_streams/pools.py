@@ -41,9 +41,18 @@ class RowPool:
     """
 
     def __init__(
-        self, name: str, tier: Tier, count: int, layers: Sequence[Sequence[Tensor]]
+        self,
+        name: str,
+        tier: Tier,
+        count: int,
+        layers: Sequence[Sequence[Tensor]],
+        *,
+        whole: Tensor | None = None,
     ) -> None:
-        """`layers[l]` are the parts of model layer `l`: uint8 [count, bytes], dense in a row."""
+        """`layers[l]` are the parts of model layer `l`: uint8 [count, bytes], dense in a row.
+
+        `whole`, for a page-first pool, is its memory [count, bytes]; the parts are views of it.
+        """
         for parts in layers:
             for part in parts:
                 shape_ok = part.dtype == torch.uint8 and part.dim() == 2
@@ -55,6 +64,7 @@ class RowPool:
         self.name = name
         self.tier: Tier = tier
         self.count = count
+        self.whole = whole
         self.part_bytes = tuple(tuple(part.shape[1] for part in parts) for parts in layers)
         self._parts = tuple(tuple(parts) for parts in layers)
         self._words = tuple(tuple(_word_bytes(part) for part in parts) for parts in layers)
@@ -260,7 +270,7 @@ def _page_first(
         for size in sizes:
             layers[-1].append(rows[:, start : start + size])
             start += aligned(size)
-    return RowPool(name, "host", count, layers)
+    return RowPool(name, "host", count, layers, whole=rows)
 
 
 def _check_sizes(layers: Sequence[LayerSpec], pages: int, states: int, page_size: int) -> None:

@@ -148,9 +148,9 @@ class VirtualEngine(Dispatcher):
     def _woken(self, channel: Channel) -> None:
         self._soon(partial(self._kick, channel))
 
-    def _choose(self, ready: list[tuple[int, int]]) -> tuple[int, int]:
+    def _choose(self, channel: Channel, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
         if self._rng is None:
-            return super()._choose(ready)
+            return super()._choose(channel, ready)
         chosen = ready.pop(self._rng.randrange(len(ready)))
         heapify(ready)
         return chosen

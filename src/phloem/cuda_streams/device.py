@@ -1,0 +1,257 @@
+"""The engine for devices with streams and events, over a small driver.
+
+Work of a channel goes onto a stream of its own. A ticket is launched as soon as everything that it
+waits for is recorded: the stream itself waits for their events, so nothing waits for the host. One
+thread launches; one thread for each stream blocks on its events, in order, and tells the loop.
+`phloem.cuda_streams.cuda` has the driver for CUDA.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from phloem.cuda_streams.batches import CHANNELS, Channel, CopyItem
+from phloem.cuda_streams.device_mover import DeviceMover
+from phloem.cuda_streams.dispatch import Dispatcher, Fault, waited_for
+from phloem.cuda_streams.driver import Driver
+from phloem.cuda_streams.engine import CopyFailed, Ticket
+from phloem.cuda_streams.fences import Fence, Post
+from phloem.errors import EngineDead, InvalidRequest
+
+__all__ = ["DeviceEngine", "DeviceStream", "EventWaiter"]
+
+
+class EventWaiter:
+    """A thread that blocks on the events of one stream in order and acts on each."""
+
+    def __init__(self, driver: Driver, name: str) -> None:
+        self._driver = driver
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[object, Callable[[Exception | None], None]]] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=f"phloem-{name}", daemon=True)
+        self._thread.start()
+
+    def after(self, event: object, fn: Callable[[Exception | None], None]) -> None:
+        """Call `fn(error)` in the waiter's thread once the event has happened or cannot."""
+        with self._changed:
+            self._queue.append((event, fn))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread once all that it was given has happened. Blocks; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        self._driver.enter_thread()
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:  # a function of its own, so that nothing is held while waiting
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return False
+            event, fn = self._queue.popleft()
+        error: Exception | None = None
+        try:
+            self._driver.synchronize(event)
+        except Exception as caught:  # noqa: BLE001  drivers raise what they like
+            error = caught
+        fn(error)
+        return True
+
+
+class DeviceStream:
+    """A caller's stream of the device as a `Stream`."""
+
+    def __init__(self, name: str, stream: object, driver: Driver, post: Post) -> None:
+        self.name = name
+        self.stream = stream
+        self._driver = driver
+        self._post = post
+        self._waiter = EventWaiter(driver, name)
+
+    def record(self) -> Fence:
+        """See `Stream.record`. If the device is lost the fence passes: nothing runs any more."""
+        fence = Fence(self._post, self.name)
+        event = self._driver.record(self.stream)
+        fence.mark_recorded(event)
+        self._waiter.after(event, lambda _: fence.mark_passed())
+        return fence
+
+    def wait(self, fence: Fence) -> None:
+        """See `Stream.wait`: the device waits, not the caller.
+
+        Raises InvalidRequest when the fence is not recorded yet, that is while its copy has not
+        been launched: there is no event that the device could wait for.
+        """
+        event = fence.event
+        if event is not None:
+            self._driver.wait_event(self.stream, event)
+        elif not fence.passed:
+            raise InvalidRequest(f"{fence!r} is not recorded: await its launch first")
+
+    def close(self) -> None:
+        """End the stream's thread, after what was recorded has ended. Blocks; idempotent."""
+        self._waiter.close()
+
+
+class DeviceEngine(Dispatcher):
+    """`CopyEngine` of a device.
+
+    Once a copy is launched its place on the stream cannot be changed. So at most `bulk_window`
+    tickets of a positive `priority` are on a stream at a time, and an urgent one waits for no
+    more than those. A cancelled ticket ends at once if it was not launched, else it completes.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        driver: Driver,
+        *,
+        fault: Fault | None = None,
+        stage_bytes: int = 16 << 20,
+        bulk_window: int = 2,
+    ) -> None:
+        super().__init__(post, fault)
+        self._driver = driver
+        self._bulk_window = bulk_window
+        self._bulk: dict[Channel, set[int]] = {channel: set() for channel in CHANNELS}
+        self._streams = {channel: driver.new_stream(channel) for channel in CHANNELS}
+        self._waiters = {channel: EventWaiter(driver, channel) for channel in CHANNELS}
+        self._movers = {
+            channel: DeviceMover(driver, self._streams[channel], stage_bytes)
+            for channel in CHANNELS
+        }
+        self._wake = threading.Event()
+        self._launcher = threading.Thread(target=self._serve, name="phloem-launcher", daemon=True)
+        self._launcher.start()
+
+    def close(self) -> None:
+        """See `CopyEngine.close`. Blocks until what was launched has ended."""
+        self.stop()
+        self._launcher.join()
+        for waiter in self._waiters.values():
+            waiter.close()
+
+    # -- choosing
+
+    def _woken(self, channel: Channel) -> None:
+        del channel
+        self._wake.set()
+
+    def _when_met(self, fence: Fence, fn: Callable[[], None]) -> None:
+        fence.add_recorded_hook(fn)
+
+    def _choose(self, channel: Channel, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
+        priority, seq = ready[0]
+        ending = self._closed or self._dead is not None or self._open[seq].cancel_asked
+        if priority > 0 and not ending and len(self._bulk[channel]) >= self._bulk_window:
+            return None
+        return super()._choose(channel, ready)
+
+    # -- launching
+
+    def _serve(self) -> None:
+        self._driver.enter_thread()
+        with torch.inference_mode():
+            while True:
+                self._wake.wait()
+                self._wake.clear()  # before taking: whatever becomes ready from now on wakes us
+                for channel in CHANNELS:
+                    while (ticket := self.take(channel)) is not None:
+                        self._launch(ticket)
+                if self._closed:
+                    return
+
+    def _launch(self, ticket: Ticket) -> None:
+        batch = ticket.batch
+        if batch.priority > 0:
+            self._bulk[batch.channel].add(ticket.seq)
+        mover, events = self._movers[batch.channel], list[object]()
+        layered = [item for item in batch.items if batch.by_layer and mover.can_layer(item)]
+        error = self.attempt(ticket, 0, partial(self._begin, ticket, layered))
+        for layer in range(batch.layers):
+            if error is None:
+                error = self.interrupted(ticket)
+            if error is None:
+                enqueue = partial(self._enqueue_layer, ticket, layer, layered, events)
+                error = self.attempt(ticket, layer, enqueue)
+        if error is not None:
+            self._abort(ticket, len(events), error)
+            return
+        if not batch.by_layer:
+            events = [self._driver.record(self._streams[batch.channel])] * batch.layers
+        ticket.launched(events)
+        waiter = self._waiters[batch.channel]
+        for layer in range(batch.layers if batch.by_layer else 1):
+            done = layer + 1 if batch.by_layer else batch.layers
+            waiter.after(events[layer], partial(self._landed, ticket, done))
+
+    def _begin(self, ticket: Ticket, layered: list[CopyItem]) -> None:
+        batch = ticket.batch
+        stream, mover = self._streams[batch.channel], self._movers[batch.channel]
+        for fence in waited_for(batch):
+            if (event := fence.event) is not None:
+                self._driver.wait_event(stream, event)
+        for item in batch.items:
+            if item not in layered:
+                mover.whole(item)
+
+    def _enqueue_layer(
+        self, ticket: Ticket, layer: int, layered: list[CopyItem], events: list[object]
+    ) -> None:
+        self.inject(ticket, layer)
+        mover = self._movers[ticket.batch.channel]
+        for item in layered:
+            mover.layer(item, layer)
+        if ticket.batch.by_layer:
+            events.append(self._driver.record(self._streams[ticket.batch.channel]))
+
+    def _abort(self, ticket: Ticket, layers: int, error: BaseException) -> None:
+        """End a ticket that is half way onto its stream: not before the stream has left it."""
+        stream = self._streams[ticket.batch.channel]
+        lost = self.attempt(ticket, layers, partial(self._settle, stream))
+        if lost is None and layers:
+            ticket.progress(layers)
+            error = self.interrupted(ticket) or error  # says how far it came
+        self._over(ticket, self._verdict(error))
+
+    def _settle(self, stream: object) -> None:
+        self._driver.synchronize(self._driver.record(stream))
+
+    # -- ending, in the waiters' threads
+
+    def _landed(self, ticket: Ticket, layers: int, error: Exception | None) -> None:
+        if ticket.done:
+            return  # an earlier layer has failed
+        if error is not None:
+            failure = CopyFailed(f"{ticket!r} failed on the device: {error}")
+            failure.__cause__ = error
+            self._over(ticket, self._verdict(failure))
+        elif layers < ticket.batch.layers:
+            ticket.progress(layers)
+        else:
+            self._over(ticket, None)
+
+    def _verdict(self, error: BaseException) -> BaseException:
+        """Tells a copy that failed from a device that is lost."""
+        if isinstance(error, EngineDead) or self._driver.alive():
+            return error
+        dead = EngineDead(f"the device answers no more: {error}")
+        dead.__cause__ = error
+        return dead
+
+    def _over(self, ticket: Ticket, error: BaseException | None) -> None:
+        self._bulk[ticket.batch.channel].discard(ticket.seq)
+        self.finish(ticket, error)
+        self._wake.set()

@@ -1,0 +1,50 @@
+"""What the device engine needs of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["Addresses", "BatchCopy", "Driver"]
+
+Addresses = npt.NDArray[np.uint64]
+BatchCopy = Callable[[object, Addresses, Addresses, Addresses], None]
+"""Many copies in one call: (stream, targets, sources, sizes), addresses and bytes."""
+
+
+class Driver(Protocol):
+    """What the engine needs of a device. Streams and events are the driver's own objects."""
+
+    device: torch.device
+    batch_copy: BatchCopy | None
+    """None where the device cannot."""
+
+    def enter_thread(self) -> None:
+        """Called once by each engine thread before it uses the device."""
+        ...
+
+    def new_stream(self, name: str) -> object: ...
+
+    def enqueue(self, stream: object, fn: Callable[[], None]) -> None:
+        """Put the torch operations of `fn` onto the stream; does not wait for them."""
+        ...
+
+    def record(self, stream: object) -> object:
+        """An event that happens when all that is on the stream has ended."""
+        ...
+
+    def wait_event(self, stream: object, event: object) -> None:
+        """Let what comes onto the stream from now on wait for the event, on the device."""
+        ...
+
+    def synchronize(self, event: object) -> None:
+        """Block the calling thread, without the GIL, until the event has happened."""
+        ...
+
+    def alive(self) -> bool:
+        """False when the device answers every call with an error until the process ends."""
+        ...

@@ -1,0 +1,116 @@
+"""A device in CPU memory for the device engine: streams are threads, everything is late.
+
+Divergence from CUDA: a stream runs each torch operation at once where a device would also overlap
+them; memory is one address space; an operation that raises poisons the device only if it is told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from phloem.cuda_streams.driver import Addresses, BatchCopy
+
+
+class FakeStream:
+    """A thread that runs what it is given, in order, now and then after a pause."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.error: Exception | None = None
+        self._rng = random.Random(seed)
+        self._changed = threading.Condition()
+        self._queue: deque[Callable[[], None]] = deque()
+        threading.Thread(target=self._serve, name=f"fake-{name}", daemon=True).start()
+
+    def put(self, fn: Callable[[], None]) -> None:
+        with self._changed:
+            self._queue.append(fn)
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue)
+                    fn = self._queue.popleft()
+                if self._rng.random() < 0.3:
+                    time.sleep(self._rng.random() * 0.001)
+                try:
+                    fn()
+                except Exception as error:  # noqa: BLE001  as a device would keep it
+                    self.error = error
+
+
+class FakeEvent:
+    """Happens when its stream comes to it; carries what went wrong there before."""
+
+    def __init__(self) -> None:
+        self.flag = threading.Event()
+        self.error: Exception | None = None
+
+
+class FakeDriver:
+    """See `phloem.cuda_streams.driver.Driver`."""
+
+    def __init__(self, *, batched: bool = True) -> None:
+        self.device = torch.device("cpu")
+        self.batch_copy: BatchCopy | None = self._batch_copy if batched else None
+        self.lost = False
+        self.threads: list[str] = []
+        self.waits: list[FakeEvent] = []
+
+    def enter_thread(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+    def new_stream(self, name: str) -> object:
+        return FakeStream(name, seed=len(name) + len(self.threads))
+
+    def enqueue(self, stream: object, fn: Callable[[], None]) -> None:
+        assert isinstance(stream, FakeStream)
+        if self.lost:
+            raise RuntimeError("fake device lost")
+        stream.put(fn)
+
+    def record(self, stream: object) -> object:
+        assert isinstance(stream, FakeStream)
+        event = FakeEvent()
+
+        def happen() -> None:
+            event.error = stream.error
+            event.flag.set()
+
+        stream.put(happen)
+        return event
+
+    def wait_event(self, stream: object, event: object) -> None:
+        assert isinstance(stream, FakeStream) and isinstance(event, FakeEvent)
+        self.waits.append(event)
+        stream.put(lambda: (event.flag.wait(), None)[1])
+
+    def synchronize(self, event: object) -> None:
+        assert isinstance(event, FakeEvent)
+        event.flag.wait()
+        if self.lost:
+            raise RuntimeError("fake device lost")
+        if event.error is not None:
+            raise event.error
+
+    def alive(self) -> bool:
+        return not self.lost
+
+    def _batch_copy(
+        self, stream: object, targets: Addresses, sources: Addresses, sizes: Addresses
+    ) -> None:
+        pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+
+        def copy() -> None:
+            for target, source, size in pieces:
+                ctypes.memmove(target, source, size)
+
+        self.enqueue(stream, copy)
