@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Final, Protocol
 
 from phloem.errors import CacheCrashed, InvalidRequest, PhloemError
 
-__all__ = ["LATER", "Actor", "Domain", "Handlers", "Reply"]
+__all__ = ["LATER", "Actor", "Domain", "Handlers", "Parked", "Reply"]
 
 Handlers = Mapping[type, Callable[..., object]]
 
@@ -38,6 +38,25 @@ class Actor(Protocol):
     handlers: Handlers
 
 
+class Parked:
+    """Where a caller without an event loop waits: it yields itself until it is done."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def done(self) -> bool:
+        """True once the caller may go on."""
+        return self._done
+
+    def set_result(self, result: None) -> None:
+        """Let the caller go on."""
+        self._done = result is None
+
+    def __await__(self) -> Generator[Parked, None, None]:
+        while not self._done:
+            yield self
+
+
 class Reply:
     """The answer to one message, given once; `abandoned` when nobody is left to hear it."""
 
@@ -48,7 +67,7 @@ class Reply:
         self.abandoned = False
         self.value: object = None
         self.error: BaseException | None = None
-        self.future: asyncio.Future[None] | None = None
+        self.future: asyncio.Future[None] | Parked | None = None
         self.on_abandoned: Callable[[], None] | None = None
 
     def wake(self) -> None:
@@ -182,7 +201,8 @@ class Domain:
             self._inline_run += 1
             if self._inline_run >= self._inline_max:
                 self._inline_run = 0
-                await asyncio.sleep(0)
+                if self.loop is not None:
+                    await asyncio.sleep(0)
             if not self._queue and self.stopped is None:
                 value, later = self._turn_inline(actor, message)
                 if self._queue:
@@ -210,10 +230,10 @@ class Domain:
         return await self._wait(reply, undo)
 
     async def _wait(self, reply: Reply, undo: Callable[[object], None] | None) -> object:
-        reply.future = asyncio.get_running_loop().create_future()
+        reply.future = Parked() if self.loop is None else self.loop.create_future()
         try:
             await reply.future
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or given up by whoever drives a caller without a loop
             if undo is not None:
                 reply.abandoned = True
                 if reply.done:

@@ -19,7 +19,7 @@ from phloem.actors.allocator import Grant
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tree import Evicted, InsertResult, Match, TreeFigures
-from phloem.cuda_streams.engine import CopyEngine, Fence, LoopPoster, Stream
+from phloem.cuda_streams.engine import CopyEngine, Fence, LoopPoster, Post, Stream
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
@@ -32,7 +32,7 @@ from phloem.runtime.step import Step
 
 __all__ = ["Admission", "Admitted", "CacheRuntime", "Nowait", "PoolStats", "Stats"]
 
-EngineFactory = Callable[[Callable[[Callable[[], None]], None]], CopyEngine]
+EngineFactory = Callable[[Post], CopyEngine]
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -120,19 +120,25 @@ class CacheRuntime:
         self._engine: CopyEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._last_words: RuntimeStopped | None = None
         self._steps = 0
 
     # -- opening and closing -------------------------------------------------------------------
 
     async def open(self) -> Self:
         """Start the actors. Raises `InvalidRequest` when it was opened before."""
+        loop = asyncio.get_running_loop()
+        self.start(LoopPoster(loop), loop)
+        return self
+
+    def start(self, post: Post, loop: asyncio.AbstractEventLoop | None) -> None:
+        """`open` for whoever brings a way to be called back; without a loop, from one thread."""
         if self._core is not None or self._closed:
             raise InvalidRequest("the runtime was opened before")
-        self._loop = asyncio.get_running_loop()
-        poster = LoopPoster(self._loop)
-        self._engine = self._new_engine(poster)
-        core = Core(self.config, self.pools, self._engine, poster, self._events, self._crashed)
-        core.domain.loop = self._loop
+        self._loop = loop
+        self._engine = self._new_engine(post)
+        core = Core(self.config, self.pools, self._engine, post, self._events, self._crashed)
+        core.domain.loop = loop
         self._core = core
         self.nowait = Nowait(core)
         if self._events is not None:
@@ -145,41 +151,54 @@ class CacheRuntime:
                     layout=self.config.layout.fingerprint,
                 )
             )
-        return self
 
     async def close(self) -> None:
         """Refuse new calls, abort what still runs, let copies end, stop the actors. Idempotent.
 
         Waits for copies at most `close_timeout_s`; what was still owned is in the last event.
         """
-        if self._closed or self._core is None:
-            self._closed = True
+        if not self.begin_closing():
             return
-        self._closed = True
-        core, engine = self._core, self._engine
-        assert engine is not None
-        core.closing = True
-        owned = [lease.owner for lease in core.tree.leases.live.values()]
-        held = (core.ledger.kv.granted, core.ledger.state.granted)
-        for request in list(core.requests.values()):
-            request.abort()
+        assert self._engine is not None
         # Shielded: a cancelled closer must not leave copies writing into pools that are given up.
         # What has not ended by the deadline is waited for by the engine's own close.
         with anyio.move_on_after(self.config.close_timeout_s, shield=True):
-            await engine.drain()
-        core.domain.stop(RuntimeClosed("the runtime is closed"))
-        engine.close()
-        self._tell_stopped("closed", owned, held)
+            await self._engine.drain()
+        self.end_closing()
+
+    def begin_closing(self) -> bool:
+        """Refuse new calls and abort what runs; False when there is nothing left to close."""
+        if self._closed or self._core is None:
+            self._closed = True
+            return False
+        self._closed = True
+        core = self._core
+        core.closing = True
+        self._last_words = self._still_owned("closed")
+        for request in list(core.requests.values()):
+            request.abort()
+        return True
+
+    def end_closing(self) -> None:
+        """Stop the actors and the engine, which waits for what runs."""
+        assert self._core is not None and self._engine is not None
+        self._core.domain.stop(RuntimeClosed("the runtime is closed"))
+        self._engine.close()
+        if self._events is not None and self._last_words is not None:
+            self._events(self._last_words)
 
     def _crashed(self, error: BaseException) -> None:
-        assert self._core is not None
-        owned = [lease.owner for lease in self._core.tree.leases.live.values()]
-        held = (self._core.ledger.kv.granted, self._core.ledger.state.granted)
-        self._tell_stopped(f"crashed: {error!r}", owned, held)
-
-    def _tell_stopped(self, why: str, owned: list[str], held: tuple[int, int]) -> None:
         if self._events is not None:
-            self._events(RuntimeStopped(why=why, leases=owned, pages=held[0], states=held[1]))
+            self._events(self._still_owned(f"crashed: {error!r}"))
+
+    def _still_owned(self, why: str) -> RuntimeStopped:
+        assert self._core is not None
+        return RuntimeStopped(
+            why=why,
+            leases=[lease.owner for lease in self._core.tree.leases.live.values()],
+            pages=self._core.ledger.kv.granted,
+            states=self._core.ledger.state.granted,
+        )
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -193,12 +212,17 @@ class CacheRuntime:
         await self.close()
 
     @property
+    def is_open(self) -> bool:
+        """True between `open` and `close`, as long as no invariant has broken."""
+        return self._core is not None and not self._closed and not self._core.stopped
+
+    @property
     def core(self) -> Core:
         """The wired actors; raises `RuntimeClosed` before `open` and after `close`."""
         core = self._core
         if core is None or self._closed:
             raise RuntimeClosed("the runtime is not open")
-        if asyncio.get_running_loop() is not self._loop:
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise InvalidRequest("a runtime belongs to the event loop it was opened in")
         core.check_open()
         return core

@@ -115,25 +115,24 @@ class Core:
     ) -> Grant:
         """Grant or `NoRoom`; a cancelled caller leaves nothing behind."""
         message = m.Allocate(pages, states, owner, account, wait)
+        if timeout is None:
+            return _granted(await self.domain.call(self.allocator, message, self._undo_grant))
         try:
             with anyio.fail_after(timeout):
                 grant = await self.domain.call(self.allocator, message, self._undo_grant)
         except TimeoutError:
             raise NoRoom(self.allocator.figures(pages, states)) from None
-        assert isinstance(grant, Grant)
-        return grant
+        return _granted(grant)
 
     def allocate_nowait(
         self, pages: int, states: int, owner: str, *, account: int = 0, evict: bool = True
     ) -> Grant:
         """Grant or `NoRoom`, now."""
         message = m.Allocate(pages, states, owner, account, False, evict)
-        grant = self.domain.run(self.allocator, message)
-        assert isinstance(grant, Grant)
-        return grant
+        return _granted(self.domain.run(self.allocator, message))
 
-    def _undo_grant(self, grant: object) -> None:
-        assert isinstance(grant, Grant)
+    def _undo_grant(self, answer: object) -> None:
+        grant = _granted(answer)
         if not self.stopped:
             self.domain.send(self.allocator, m.GiveBack(grant.account, grant.pages, grant.states))
 
@@ -152,6 +151,12 @@ class Core:
         if not transfer.in_flight:
             return ()
         return transfer.touching(states) + transfer.touching_pages(pages)
+
+    @property
+    def in_flight(self) -> bool:
+        """True while copies or parked places will come to an end by themselves."""
+        ledger = self.ledger
+        return bool(self.transfer.in_flight or ledger.kv.parked or ledger.state.parked)
 
     # -- leases --------------------------------------------------------------------------------
 
@@ -204,6 +209,11 @@ class Core:
     def closed(self, request: Request) -> None:
         """Note that a request is over."""
         self.requests.pop(request.id, None)
+
+
+def _granted(answer: object) -> Grant:
+    assert isinstance(answer, Grant)
+    return answer
 
 
 def _owned(owner_of: Callable[[int], int], ids: Ids, account: int) -> Ids:

@@ -1,0 +1,394 @@
+"""The runtime without `await`: in a thread without an event loop, or from another thread.
+
+Both facades run the very same turns. `SyncCacheRuntime` belongs to one thread and has no event
+loop: what takes time ends in worker threads and is taken in by `poll()`, or while a call waits for
+it. `BlockingCacheRuntime` calls a runtime that lives on the event loop of another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import torch
+
+from phloem.actors.actions import Ids
+from phloem.actors.allocator import Grant
+from phloem.actors.domain import Parked
+from phloem.actors.tree.keys import ContentMark, Namespace, Tokens
+from phloem.actors.tree.placement import Wanted
+from phloem.actors.tree.tree import Evicted, InsertResult, Match
+from phloem.cuda_streams.engine import Stream
+from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.threads import ThreadEngine
+from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
+from phloem.events import Sink
+from phloem.runtime.cache import CacheRuntime, EngineFactory, Stats
+from phloem.runtime.config import CacheConfig
+from phloem.runtime.lease import Lease
+from phloem.runtime.request import Publish, Request
+from phloem.runtime.step import Step
+
+__all__ = ["BlockingCacheRuntime", "SyncCacheRuntime", "SyncRequest"]
+
+T = TypeVar("T")
+
+
+class _Drive(Protocol):
+    """Runs a coroutine of the runtime to its end and returns its result."""
+
+    def __call__(self, work: Coroutine[object, None, T], /) -> T: ...
+
+
+class _CallHere(Protocol):
+    """Runs a plain function where the runtime lives."""
+
+    def __call__(self, work: Callable[[], T], /) -> T: ...
+
+
+class QueuePoster:
+    """A post for a thread without a loop: functions wait until that thread serves them."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self._posted = threading.Condition()
+
+    def __call__(self, fn: Callable[[], None]) -> None:
+        with self._posted:
+            self._queue.append(fn)
+            self._posted.notify()
+
+    def serve(self) -> int:
+        """Call what was posted so far, in order; returns how many."""
+        count = 0
+        while self._queue:
+            self._queue.popleft()()
+            count += 1
+        return count
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until something is posted; False when `timeout` seconds have passed first."""
+        with self._posted:
+            return self._posted.wait_for(lambda: bool(self._queue), timeout)
+
+
+class SyncRequest:
+    """`Request` without `await`; see there."""
+
+    def __init__(self, inner: Request, drive: _Drive, here: _CallHere) -> None:
+        self.inner = inner
+        self._drive = drive
+        self._here = here
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.inner.id
+
+    @property
+    def match(self) -> Match:
+        """The match it stands on."""
+        return self.inner.match
+
+    @property
+    def usable(self) -> int:
+        """Tokens that needed no compute when it was opened."""
+        return self.inner.usable
+
+    @property
+    def computed(self) -> int:
+        """Tokens computed or reused so far."""
+        return self.inner.computed
+
+    @property
+    def state_slot(self) -> int | None:
+        """The working state slot, None until it is allocated."""
+        return self.inner.state_slot
+
+    @property
+    def wanted(self) -> tuple[Wanted, ...]:
+        """Positions at which a checkpoint is worth a state."""
+        return self.inner.wanted
+
+    def page_table(self) -> Ids:
+        """The device page ids, in order; a copy."""
+        return self.inner.page_table()
+
+    def next_stop(self, limit: int) -> tuple[int, int]:
+        """Where the next chunk starts and should end."""
+        return self.inner.next_stop(limit)
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append tokens."""
+        self._here(lambda: self.inner.extend(tokens))
+
+    def allocate(self, tokens: int, *, wait: bool = True) -> None:
+        """Room for `tokens` more tokens and the working state."""
+        self._drive(self.inner.allocate(tokens, wait=wait))
+
+    def ready(self) -> Match:
+        """Wait until the private copy of the state is complete."""
+        return self._drive(self.inner.ready())
+
+    def advance(self) -> Match:
+        """Take over what others have published meanwhile."""
+        return self._drive(self.inner.advance())
+
+    def checkpoint(self, *, state: bool | None = None) -> InsertResult | None:
+        """Publish what is settled."""
+        return self._drive(self.inner.checkpoint(state=state))
+
+    def rollback(self, position: int) -> None:
+        """Forget the tokens from `position` on."""
+        self._drive(self.inner.rollback(position))
+
+    def fork(self, name: str | None = None) -> SyncRequest:
+        """A second request that continues from here."""
+        return SyncRequest(self._drive(self.inner.fork(name)), self._drive, self._here)
+
+    def finish(self, *, publish: Publish = "all") -> None:
+        """Publish the rest, give back what is left."""
+        self._drive(self.inner.finish(publish=publish))
+
+    def abort(self) -> None:
+        """Give everything back; idempotent."""
+        self._here(self.inner.abort)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+
+class _Facade:
+    """The calls that both facades share; each names the coroutine that it drives."""
+
+    def __init__(self, inner: CacheRuntime, drive: _Drive, here: _CallHere) -> None:
+        self.inner = inner
+        self._drive = drive
+        self._here = here
+
+    @property
+    def pools(self) -> DevicePools:
+        """The device pools."""
+        return self.inner.pools
+
+    @contextmanager
+    def request(
+        self,
+        tokens: Tokens,
+        *,
+        id: str | None = None,
+        namespace: Namespace | None = None,
+        marks: Sequence[ContentMark] = (),
+        breakpoints: Sequence[int] = (),
+    ) -> Generator[SyncRequest]:
+        """Open a request; leaving the block without `finish` aborts it."""
+        opened = self._drive(
+            self.inner.open_request(
+                tokens, id=id, namespace=namespace, marks=marks, breakpoints=breakpoints
+            )
+        )
+        request = SyncRequest(opened, self._drive, self._here)
+        try:
+            yield request
+        finally:
+            request.abort()
+
+    @contextmanager
+    def step(
+        self, requests: Sequence[SyncRequest], *, stream: Stream | None = None
+    ) -> Generator[Step]:
+        """Open a forward pass; see `Step`."""
+        inner = [request.inner for request in requests]
+        step = self._here(lambda: self.inner.step(inner, stream=stream))
+        try:
+            yield step
+        except BaseException:
+            self._here(lambda: step.__exit__(BaseException, None, None))
+            raise
+        self._here(lambda: step.__exit__(None, None, None))
+
+    def launched(self, step: Step, ends: dict[SyncRequest, int]) -> None:
+        """`step.launched`, said where the runtime lives."""
+        self._here(lambda: step.launched({request.inner: end for request, end in ends.items()}))
+
+    def match(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, whole: bool = False
+    ) -> Match:
+        """How far a prompt is cached."""
+        return self._drive(self.inner.match(tokens, namespace=namespace, whole=whole))
+
+    def acquire(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, owner: str = ""
+    ) -> Lease:
+        """Lease the deepest boundary."""
+        return self._drive(self.inner.acquire(tokens, namespace=namespace, owner=owner))
+
+    def allocate(
+        self, *, pages: int = 0, states: int = 0, owner: str = "", wait: bool = True
+    ) -> Grant:
+        """Reserve pages and states, all or nothing."""
+        return self._drive(self.inner.allocate(pages=pages, states=states, owner=owner, wait=wait))
+
+    def insert(
+        self,
+        tokens: Tokens,
+        *,
+        pages: Ids | Sequence[int],
+        state: int = 0,
+        lease: Lease | None = None,
+        namespace: Namespace | None = None,
+    ) -> InsertResult:
+        """Publish data."""
+        return self._drive(
+            self.inner.insert(tokens, pages=pages, state=state, lease=lease, namespace=namespace)
+        )
+
+    def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
+        """Free at least so much, if nothing protects it."""
+        return self._drive(self.inner.evict(pages=pages, states=states))
+
+    def release(self, handle: Lease | Grant) -> None:
+        """Give back a lease or a grant."""
+        self._here(lambda: self.inner.release(handle))
+
+    def stats(self) -> Stats:
+        """The runtime in numbers."""
+        return self._here(self.inner.stats)
+
+    def audit(self) -> None:
+        """Check every invariant."""
+        self._drive(self.inner.audit())
+
+    def reset(self) -> int:
+        """Start a new generation, empty."""
+        return self._drive(self.inner.reset())
+
+
+class SyncCacheRuntime(_Facade):
+    """The cache for a framework without an event loop. Belongs to the thread that opened it.
+
+        with SyncCacheRuntime(config) as cache:
+            with cache.request(tokens) as request:
+                ...
+
+    A call that needs a copy waits for it, taking in completions meanwhile. A call that needs room
+    waits only for what is in flight: in one thread nobody else can give anything back, so the rest
+    is `NoRoom`. Call `poll()` between steps.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        device: str | torch.device = "cpu",
+        pools: DevicePools | None = None,
+        events: Sink | None = None,
+        engine: EngineFactory = ThreadEngine,
+    ) -> None:
+        inner = CacheRuntime(config, device=device, pools=pools, events=events, engine=engine)
+        super().__init__(inner, self._run_to_end, _call)
+        self._poster = QueuePoster()
+        self._thread = 0
+
+    def open(self) -> Self:
+        """Start the actors."""
+        self._thread = threading.get_ident()
+        self.inner.start(self._poster, None)
+        return self
+
+    def close(self) -> None:
+        """Abort what runs, let copies end while one ends in `close_timeout_s`, stop. Idempotent."""
+        self._check_thread()
+        core = self.inner.core if self.inner.is_open else None
+        if not self.inner.begin_closing():
+            return
+        assert core is not None
+        self.poll()
+        while core.transfer.in_flight and self._poster.wait(self.inner.config.close_timeout_s):
+            self._poster.serve()
+        self.inner.end_closing()
+
+    def poll(self) -> int:
+        """Take in what has ended since the last call; never blocks. Returns how many posts."""
+        self._check_thread()
+        served = self._poster.serve()
+        if self.inner.is_open:
+            self.inner.core.domain.drain()
+        return served
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise InvalidRequest("a runtime without a loop belongs to the thread that opened it")
+
+    def _run_to_end(self, work: Coroutine[object, None, T]) -> T:
+        self._check_thread()
+        self.poll()
+        try:
+            at = work.send(None)
+            while True:
+                assert isinstance(at, Parked)
+                if at.done():
+                    at = work.send(None)
+                elif self.inner.core.in_flight:
+                    self._poster.wait(None)
+                    self.poll()
+                else:
+                    at = work.throw(NoRoom(self.inner.core.allocator.figures(0, 0)))
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        finally:
+            work.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class BlockingCacheRuntime(_Facade):
+    """A runtime on another thread's event loop, for threads that block.
+
+    The runtime is opened and closed there; this facade may be used from any other thread. A thread
+    that is interrupted while it waits cancels its call.
+    """
+
+    def __init__(self, inner: CacheRuntime, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(inner, self._run_there, self._call_there)
+        self._loop = loop
+
+    def _run_there(self, work: Coroutine[object, None, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeClosed("the event loop of the runtime is closed")
+        future = asyncio.run_coroutine_threadsafe(_as_task(work), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _call_there(self, work: Callable[[], T]) -> T:
+        async def call() -> T:
+            return work()
+
+        return self._run_there(call())
+
+
+async def _as_task(work: Coroutine[object, None, T]) -> T:
+    return await work
+
+
+def _call(work: Callable[[], T]) -> T:
+    return work()
