@@ -88,12 +88,18 @@ class LeaseLeaked(Event, frozen=True, gc=False, kw_only=True):
 
 
 class Inserted(Event, frozen=True, gc=False, kw_only=True):
-    """Tokens were published; `reused` of them were there before."""
+    """Tokens were published; `reused` of them were there before. `state`: what became of it.
+
+    The places `adopted` and `adopted_state` (0: none) went from `account` to the tree.
+    """
 
     reused: int
     published: int
     pages: int
     state: str
+    account: int
+    adopted: list[int]
+    adopted_state: int
 
 
 class Evicted(Event, frozen=True, gc=False, kw_only=True):
@@ -113,10 +119,10 @@ class Freed(Event, frozen=True, gc=False, kw_only=True):
 
 
 class Parked(Event, frozen=True, gc=False, kw_only=True):
-    """Places wait for fences before they are free."""
+    """Places that account `owner` gave up wait for fences before they are free."""
 
-    pages: int
-    states: int
+    pages: list[int]
+    states: list[int]
     owner: int
 
 

@@ -98,6 +98,12 @@ class AllocatorActor:
         """Allocations that wait."""
         return len(self._holders) + len(self._newcomers)
 
+    def queue(self) -> Iterator[Allocate]:
+        """The allocations that wait and whose callers are still there, in the order of service."""
+        for waiter in (*self._holders, *self._newcomers):
+            if not waiter.reply.abandoned and not waiter.reply.done:
+                yield waiter.message
+
     # -- granting ------------------------------------------------------------------------------
 
     def _on_allocate(self, message: Allocate) -> object:
@@ -331,8 +337,8 @@ class AllocatorActor:
                         turn=self._domain.turns,
                         cause=self._domain.cause,
                         request=ledger.accounts[account].owner,
-                        pages=len(pages),
-                        states=len(states),
+                        pages=pages.tolist(),
+                        states=states.tolist(),
                         owner=account,
                     )
                 )

@@ -106,8 +106,8 @@ class Domain:
         self.stopped: PhloemError | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._capacity = capacity
-        self._inline_max = inline_max
-        self._batch = batch
+        self.inline_max = inline_max
+        self.batch = batch
         self._on_crash = on_crash
         self._queue: deque[tuple[Actor, object, Reply | None, int]] = deque()
         self._room: deque[asyncio.Future[None]] = deque()
@@ -116,6 +116,21 @@ class Domain:
         self._scheduled = False
         self._inline_run = 0
         self._current: Reply | None = None
+
+    @property
+    def queued(self) -> int:
+        """Messages that wait for their turn."""
+        return len(self._queue)
+
+    @property
+    def unanswered(self) -> int:
+        """Callers whose turn is over and whose answer is to come in a later one."""
+        return len(self._outstanding)
+
+    @property
+    def callers_waiting(self) -> int:
+        """Callers who wait for room in the queue."""
+        return len(self._room)
 
     # -- inside turns --------------------------------------------------------------------------
 
@@ -199,7 +214,7 @@ class Domain:
             raise self.stopped
         if self.inline and not self._draining:
             self._inline_run += 1
-            if self._inline_run >= self._inline_max:
+            if self._inline_run >= self.inline_max:
                 self._inline_run = 0
                 if self.loop is not None:
                     await asyncio.sleep(0)
@@ -316,7 +331,7 @@ class Domain:
         self._scheduled = False
         self._inline_run = 0
         try:
-            self.drain(self._batch)
+            self.drain(self.batch)
         except CacheCrashed:
             return  # every waiter has been told
         if self._queue:
@@ -366,5 +381,5 @@ class Domain:
     def audit(self) -> None:
         """Raise `AssertionError` when the queue's own bookkeeping is wrong."""
         assert not self._draining, "an audit inside a turn"
-        assert len(self._queue) <= self._capacity + len(self._outstanding) + self._batch
+        assert len(self._queue) <= self._capacity + len(self._outstanding) + self.batch
         assert all(not reply.done for reply in self._outstanding)

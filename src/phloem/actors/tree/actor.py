@@ -16,6 +16,7 @@ from phloem.actors.actions import (
     CopyState,
     EvictExcessPathStates,
     FreeDeviceSlots,
+    Ids,
 )
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
@@ -220,9 +221,10 @@ class TreeActor:
             owner=account,
             swap=message.swap,
         )
+        taken: Ids = array("i")
         if account:
             ledger.accounts[account].fences = message.after
-            self._adopt(message, result, account)
+            taken = self._adopt(message, result, account)
         if self._emit is not None:
             self._emit(
                 Inserted(
@@ -231,6 +233,9 @@ class TreeActor:
                     published=result.published,
                     pages=len(pages),
                     state=result.state,
+                    account=account,
+                    adopted=taken.tolist(),
+                    adopted_state=state if result.state == "adopted" else 0,
                     turn=self._domain.turns,
                     cause=self._domain.cause,
                 )
@@ -241,10 +246,10 @@ class TreeActor:
             self._let_waiters_retry()
         return result
 
-    def _adopt(self, message: m.Insert, result: InsertResult, account: int) -> None:
-        """Move what the tree took from the account to the tree."""
+    def _adopt(self, message: m.Insert, result: InsertResult, account: int) -> Ids:
+        """Move what the tree took from the account to the tree; the pages of it."""
         ledger, pages = self._ledger, message.pages
-        count = 0
+        taken: Ids = array("i")
         if result.adopted:
             start, end = result.adopted[0]
             count = (end - start) // self.tree.page_size
@@ -257,8 +262,9 @@ class TreeActor:
             if after:
                 assert self._transfer is not None
                 self._domain.send(self._transfer, m.StateWritten(message.state, after))
-        if count or adopted_state:
-            ledger.left(account, count, int(adopted_state))
+        if taken or adopted_state:
+            ledger.left(account, len(taken), int(adopted_state))
+        return taken
 
     def _dispatch(self, actions: Actions) -> None:
         assert self._allocator is not None
