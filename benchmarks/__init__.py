@@ -1,0 +1,1 @@
+"""What phloem costs: `python -m benchmarks`, and beside its peers: `python -m benchmarks.peers`."""
