@@ -326,9 +326,8 @@ class SyncCacheRuntime(_Facade):
             raise InvalidRequest("a runtime without a loop belongs to the thread that opened it")
 
     def _run_to_end(self, work: Coroutine[object, None, T]) -> T:
-        self._check_thread()
-        self.poll()
         try:
+            self.poll()
             at = work.send(None)
             while True:
                 assert isinstance(at, Parked)

@@ -1,0 +1,205 @@
+"""The runtime without `await`: the same turns in one thread, and from other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from phloem import (
+    CacheConfig,
+    CacheRuntime,
+    InvalidRequest,
+    ModelLayout,
+    NoRoom,
+    RuntimeClosed,
+    StaleHandle,
+    StateSpec,
+    WorkerStream,
+)
+from phloem.cuda_streams.engine import CopyBatch, Fence, Ticket
+from phloem.cuda_streams.threads import ThreadEngine
+from phloem.runtime.sync import BlockingCacheRuntime, SyncCacheRuntime
+
+LAYOUT = ModelLayout.hybrid(
+    kv_layers=1,
+    kv_heads=1,
+    head_dim=4,
+    kv_dtype="float32",
+    states=[StateSpec("recurrent", (2, 2), "float32", layers=1)],
+)
+CONFIG = CacheConfig(layout=LAYOUT, page_size=4, state_chunk=4, device_pages=16, device_states=5)
+PREFIX = list(range(100, 120))
+Facade = SyncCacheRuntime | BlockingCacheRuntime
+
+
+def serve(cache: Facade, tokens: list[int]) -> int:
+    """One request from door to door; returns how much it reused."""
+    with cache.request(tokens) as request:
+        reused = request.usable
+        request.allocate(len(tokens) - request.computed)
+        request.ready()
+        while request.computed < len(tokens):
+            request.advance()
+            _, end = request.next_stop(8)
+            with cache.step([request]) as step:
+                cache.launched(step, {request: end})
+            request.checkpoint()
+        request.finish()
+        return reused
+
+
+def test_one_thread_serves_a_request_from_door_to_door() -> None:
+    with SyncCacheRuntime(CONFIG) as cache:
+        assert serve(cache, [*PREFIX, 1, 2]) == 0
+        assert serve(cache, [*PREFIX, 3, 4]) == 20
+        cache.audit()
+        stats = cache.stats()
+        assert stats.kv.granted == stats.state.granted == stats.tree.leases == 0
+
+
+def test_both_facades_leave_what_the_coroutines_leave() -> None:
+    prompts = [[*PREFIX, 1], [*PREFIX, 2, 3], [7] * 9, [*PREFIX, 2, 3, 4, 5]]
+    with SyncCacheRuntime(CONFIG) as cache:
+        for prompt in prompts:
+            serve(cache, prompt)
+        alone = cache.stats().tree
+
+    async def there() -> object:
+        async with CacheRuntime(CONFIG) as inner:
+            cache = BlockingCacheRuntime(inner, asyncio.get_running_loop())
+            for prompt in prompts:
+                await asyncio.to_thread(serve, cache, prompt)
+            await inner.audit()
+            return inner.stats().tree
+
+    assert asyncio.run(there()) == alone
+
+
+def test_an_exception_in_the_block_aborts_the_request() -> None:
+    with SyncCacheRuntime(CONFIG) as cache:
+        with pytest.raises(KeyError), cache.request(PREFIX) as request:
+            request.allocate(20)
+            request.ready()
+            raise KeyError("the model failed")
+        assert cache.stats().kv.free == CONFIG.device_pages
+        with pytest.raises(StaleHandle):
+            request.allocate(1)
+
+
+def test_in_one_thread_nobody_else_gives_back_so_waiting_for_them_is_no_room() -> None:
+    with SyncCacheRuntime(CONFIG) as cache:
+        held = cache.allocate(pages=12, owner="a")
+        with pytest.raises(NoRoom) as refusal:
+            cache.allocate(pages=5, owner="b", wait=True)
+        assert refusal.value.figures[0].free == 4
+        assert cache.stats().waiting == 0
+        cache.release(held)
+        cache.release(cache.allocate(pages=16, owner="b"))
+        cache.audit()
+
+
+def test_waits_for_pages_that_a_running_step_still_touches() -> None:
+    with SyncCacheRuntime(CONFIG) as cache:
+        stream = WorkerStream("model", cache.inner.core.post)
+        gate = threading.Event()
+        with cache.request(PREFIX) as request:
+            request.allocate(20)
+            request.ready()
+            with cache.step([request], stream=stream) as step:
+                stream.run(gate.wait)
+                cache.launched(step, {request: 8})
+            request.abort()
+        assert cache.stats().kv.parked == 5
+        threading.Timer(0.05, gate.set).start()
+        cache.release(cache.allocate(pages=16, owner="next"))
+        assert cache.stats().kv.parked == 0
+        stream.close()
+        cache.audit()
+
+
+def test_poll_takes_in_what_has_ended() -> None:
+    with SyncCacheRuntime(CONFIG) as cache:
+        stream = WorkerStream("model", cache.inner.core.post)
+        with cache.request(PREFIX) as request:
+            request.allocate(20)
+            request.ready()
+            with cache.step([request], stream=stream) as step:
+                work = stream.run(lambda: None)
+                cache.launched(step, {request: 8})
+            request.abort()
+        work.result()
+        stream.close()
+        cache.poll()
+        assert cache.stats().kv.free == CONFIG.device_pages
+
+
+def test_the_thread_that_opened_it_is_the_only_one() -> None:
+    errors: list[Exception] = []
+
+    def elsewhere(cache: SyncCacheRuntime) -> None:
+        try:
+            cache.match(PREFIX)
+        except InvalidRequest as error:
+            errors.append(error)
+
+    with SyncCacheRuntime(CONFIG) as cache:
+        thread = threading.Thread(target=elsewhere, args=(cache,))
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+
+
+def test_closed_facades_refuse() -> None:
+    cache = SyncCacheRuntime(CONFIG).open()
+    cache.close()
+    cache.close()
+    with pytest.raises(RuntimeClosed):
+        cache.match(PREFIX)
+
+    async def there() -> BlockingCacheRuntime:
+        async with CacheRuntime(CONFIG) as inner:
+            return BlockingCacheRuntime(inner, asyncio.get_running_loop())
+
+    blocking = asyncio.run(there())
+    with pytest.raises(RuntimeClosed):
+        blocking.match(PREFIX)
+
+
+class _SlowEngine(ThreadEngine):
+    """Copies start only when the gate opens."""
+
+    gate: Fence
+
+    def submit(self, batch: CopyBatch) -> Ticket:
+        gated = CopyBatch(batch.channel, batch.items, after=(*batch.after, self.gate))
+        return super().submit(gated)
+
+
+def test_a_blocked_thread_that_is_interrupted_leaves_nothing_behind() -> None:
+    engines: list[_SlowEngine] = []
+
+    def slow(post: Callable[[Callable[[], None]], None]) -> _SlowEngine:
+        engine = _SlowEngine(post)
+        engine.gate = Fence(post, "gate")
+        engines.append(engine)
+        return engine
+
+    async def there() -> None:
+        async with CacheRuntime(CONFIG, engine=slow) as inner:
+            request = await inner.open_request(PREFIX)
+            await request.allocate(20)
+            waiting = asyncio.ensure_future(request.ready())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            request.abort()
+            assert inner.stats().state.parked == 1, "the copy may still write the slot"
+            engines[0].gate.mark_passed()
+            again = await inner.allocate(states=CONFIG.device_states)
+            inner.release(again)
+            await inner.audit()
+            assert inner.stats().state.free == CONFIG.device_states
+
+    asyncio.run(there())
