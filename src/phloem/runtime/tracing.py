@@ -1,0 +1,347 @@
+"""Writes events down: structlog behind the sink that a runtime is given.
+
+    with open_log("events.jsonl") as log:
+        async with CacheRuntime(config, events=log) as cache:
+            ...
+
+The sink only puts the event and its time into a bounded queue; a thread of the log's own runs
+structlog and writes. So a slow disk never holds up a turn: what does not fit is dropped, counted,
+and told in the log itself. Without a sink (`events=None`) the runtime builds no event at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeAlias, get_args
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+from phloem import events as ev
+from phloem.errors import InvalidRequest
+
+__all__ = [
+    "Entry",
+    "EventLog",
+    "EventsDropped",
+    "Level",
+    "Style",
+    "level_of",
+    "open_log",
+    "read_log",
+]
+
+Level: TypeAlias = Literal["debug", "info", "warning", "error"]
+Style: TypeAlias = Literal["json", "console"]
+
+_GATHER_S = 0.05  # the writer lets so much time pass to write many lines at once
+_LINES_A_WRITE = 256
+_CAPACITY = 65_536
+
+
+class EventsDropped(ev.Event, frozen=True, gc=False, kw_only=True):
+    """The queue was full, or the log was closed: `count` events before this line are missing."""
+
+    count: int
+
+
+_LEVELS: dict[type[ev.Event], int] = {
+    ev.RuntimeStarted: logging.INFO,
+    ev.RequestOpened: logging.INFO,
+    ev.RequestEnded: logging.INFO,
+    ev.Inserted: logging.INFO,
+    ev.Evicted: logging.INFO,
+    ev.Refused: logging.INFO,
+    ev.Waited: logging.INFO,
+    ev.ResetDone: logging.INFO,
+    ev.LeaseLeaked: logging.WARNING,
+    EventsDropped: logging.WARNING,
+    # for who follows single places and copies:
+    ev.LeaseTaken: logging.DEBUG,
+    ev.LeaseEnded: logging.DEBUG,
+    ev.Freed: logging.DEBUG,
+    ev.Parked: logging.DEBUG,
+    ev.Granted: logging.DEBUG,
+    ev.CopySubmitted: logging.DEBUG,
+    ev.StepChanged: logging.DEBUG,
+}
+
+
+def level_of(event: ev.Event) -> int:
+    """How much an event concerns a reader, as a number of the standard library's `logging`."""
+    level = _LEVELS.get(type(event))
+    if level is not None:
+        return level
+    if isinstance(event, ev.CopyEnded):
+        return logging.ERROR if event.error else logging.DEBUG
+    if isinstance(event, ev.RuntimeStopped):
+        return logging.INFO if event.why == "closed" else logging.ERROR
+    return logging.INFO
+
+
+class ByteStream(Protocol):
+    """Where lines go: a file opened for bytes, `sys.stderr.buffer`, a pipe."""
+
+    def write(self, data: bytes, /) -> object: ...
+    def flush(self) -> object: ...
+
+
+class _Lines:
+    """The logger that structlog wraps: gathers rendered lines until they are written together."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
+    def msg(self, line: bytes | str) -> None:
+        self.lines.append(line if isinstance(line, bytes) else line.encode())
+
+    debug = info = warning = error = msg
+
+    def take(self) -> bytes:
+        text = b"\n".join([*self.lines, b""]) if self.lines else b""
+        self.lines.clear()
+        return text
+
+
+class EventLog:
+    """A sink that writes events in a thread of its own; made by `open_log`.
+
+    Calling it never blocks and never raises. `dropped` counts what was not written; what the level
+    or the kinds leave out does not count.
+    """
+
+    def __init__(
+        self,
+        out: ByteStream,
+        *,
+        clock: Callable[[], float],
+        level: Level,
+        kinds: Collection[type[ev.Event]] | None,
+        style: Style,
+        fields: Mapping[str, str],
+        capacity: int,
+        close_out: Callable[[], None] | None,
+    ) -> None:
+        self.dropped = 0
+        self._clock = clock
+        self._least = _number_of(level)
+        self._kinds = None if kinds is None else frozenset(kinds)
+        self._capacity = capacity
+        self._out = out
+        self._close_out = close_out
+        self._queue: deque[tuple[float, ev.Event]] = deque()
+        self._lines = _Lines()
+        self._logger = _bound_logger(self._lines, self._least, style, fields)
+        self._told_dropped = 0
+        self._failed: Exception | None = None
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="phloem-event-log", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: ev.Event) -> None:
+        """Take one event. To be called from one thread at a time, as a runtime does."""
+        if level_of(event) < self._least:
+            return
+        if self._kinds is not None and type(event) not in self._kinds:
+            return
+        if len(self._queue) >= self._capacity or self._closing.is_set():
+            self.dropped += 1
+            return
+        self._queue.append((self._clock(), event))
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def close(self) -> None:
+        """Write what is queued, end the thread, close the file if the log opened it. Idempotent.
+
+        Blocks until it is written. Raises the error that kept events from being written.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+        try:
+            if self._close_out is not None:
+                self._close_out()
+        finally:
+            if self._failed is not None:
+                raise self._failed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- the writer's thread -------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not (self._closing.is_set() and not self._queue):
+            self._wake.wait()
+            self._closing.wait(_GATHER_S)
+            self._wake.clear()  # before the queue is read: who appends after this wakes us again
+            while self._queue:
+                self._write_some()
+        self._write_some()  # at least what was dropped
+
+    def _write_some(self) -> None:
+        count = min(len(self._queue), _LINES_A_WRITE)
+        for _ in range(count):
+            self._render(*self._queue.popleft())
+        if missing := self.dropped - self._told_dropped:
+            self._told_dropped += missing
+            self._render(self._clock(), EventsDropped(count=missing))
+        text = self._lines.take()
+        if self._failed is None and text:
+            try:
+                self._out.write(text)
+                self._out.flush()
+            except Exception as error:  # noqa: BLE001  told by `close`
+                self._failed = error
+        if self._failed is not None:
+            self.dropped += count
+
+    def _render(self, time_s: float, event: ev.Event) -> None:
+        self._logger.log(
+            level_of(event), type(event).__name__, time=time_s, **msgspec.structs.asdict(event)
+        )
+
+
+def open_log(
+    target: str | Path | ByteStream,
+    *,
+    clock: Callable[[], float] = time.time,
+    level: Level = "debug",
+    kinds: Collection[type[ev.Event]] | None = None,
+    style: Style = "json",
+    fields: Mapping[str, str] | None = None,
+    capacity: int = _CAPACITY,
+) -> EventLog:
+    """A sink that writes events to a file (appended to) or a stream of bytes (left open).
+
+    `json`: one object a line, which `read_log` reads back; `console`: for people. `level` and
+    `kinds` choose what is written, `fields` are added to every line. `clock` gives the time in
+    seconds since the epoch. At most `capacity` events wait for the writer.
+
+    Raises `InvalidRequest` for an unknown level or style and for a capacity below 1, `OSError`
+    when the file cannot be opened.
+    """
+    if style not in get_args(Style):
+        raise InvalidRequest(f"style is {style!r}; there are {', '.join(get_args(Style))}")
+    if capacity < 1:
+        raise InvalidRequest(f"capacity is {capacity}; it starts at 1")
+    _number_of(level)
+    out, close_out = _opened(target)
+    return EventLog(
+        out,
+        clock=clock,
+        level=level,
+        kinds=kinds,
+        style=style,
+        fields=fields or {},
+        capacity=capacity,
+        close_out=close_out,
+    )
+
+
+def _opened(target: str | Path | ByteStream) -> tuple[ByteStream, Callable[[], None] | None]:
+    if not isinstance(target, str | Path):
+        return target, None
+    file = Path(target).open("ab")  # noqa: SIM115  the log closes it
+    return file, file.close
+
+
+# -- rendering, by structlog's processors -------------------------------------------------------
+
+
+def _number_of(level: Level) -> int:
+    if level not in get_args(Level):
+        raise InvalidRequest(f"level is {level!r}; there are {', '.join(get_args(Level))}")
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
+def _bound_logger(
+    lines: _Lines, least: int, style: Style, fields: Mapping[str, str]
+) -> FilteringBoundLogger:
+    """Bound once, since binding costs as much as writing an event."""
+    render: list[Processor] = [structlog.processors.JSONRenderer(serializer=_encode)]
+    if style == "console":
+        render = [_readable_time, structlog.dev.ConsoleRenderer(colors=False, sort_keys=False)]
+    logger: FilteringBoundLogger = structlog.wrap_logger(
+        lines,
+        processors=[structlog.processors.add_log_level, _in_order, *render],
+        wrapper_class=structlog.make_filtering_bound_logger(least),
+    ).bind(**fields)
+    return logger
+
+
+def _in_order(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
+    """What and when first; ids that the event does not have are left out."""
+    del logger, method
+    for name in ("turn", "cause", "request"):
+        if not entry[name]:
+            del entry[name]
+    first = {name: entry.pop(name) for name in ("event", "time", "level")}
+    return {**first, **entry}
+
+
+def _encode(entry: object, **options: object) -> bytes:
+    del options  # the renderer passes the standard library's
+    return msgspec.json.encode(entry)
+
+
+def _readable_time(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
+    del logger, method
+    moment = datetime.datetime.fromtimestamp(entry.pop("time"), datetime.UTC)
+    entry["timestamp"] = moment.isoformat(timespec="milliseconds")
+    return entry
+
+
+# -- reading back -------------------------------------------------------------------------------
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One line of a log: the event, and what the log added to it."""
+
+    time: float
+    level: str
+    event: ev.Event
+
+
+class _Head(msgspec.Struct, frozen=True):
+    time: float
+    level: str
+    event: str
+
+
+def read_log(path: str | Path) -> Iterator[Entry]:
+    """The events of a log in `json` style, in order.
+
+    Raises `InvalidRequest` naming the first line that is not one: an event of another version, or
+    a line torn by the end of a process.
+    """
+    decoders = {kind.__name__: msgspec.json.Decoder(kind) for kind in ev.Event.__subclasses__()}
+    head_decoder = msgspec.json.Decoder(_Head)
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                head = head_decoder.decode(line)
+                event = decoders[head.event].decode(line)
+            except (msgspec.DecodeError, KeyError) as error:
+                raise InvalidRequest(f"{path}, line {number} is no event: {error}") from error
+            yield Entry(head.time, head.level, event)

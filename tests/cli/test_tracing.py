@@ -1,0 +1,171 @@
+"""The event log: what it writes, leaves out, drops and reads back."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phloem import CacheConfig, CacheRuntime, InvalidRequest, ModelLayout, events
+from phloem.runtime.tracing import Entry, EventLog, EventsDropped, level_of, open_log, read_log
+
+OPENED = events.RequestOpened(
+    turn=3,
+    request="r1",
+    tokens=10,
+    usable=4,
+    kv_prefix=8,
+    lost={"last_token": 1, "no_state": 5},
+    wanted=[(8, "branch")],
+    namespace=("", ""),
+)
+FREED = events.Freed(turn=4, cause=3, component="kv", ids=[7, 8], owner=-1)
+
+
+def ticking() -> itertools.count[int]:
+    return itertools.count(100)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path, ticks = tmp_path / "log", ticking()
+    with open_log(path, clock=lambda: next(ticks), fields={"run": "a"}) as log:
+        log(OPENED)
+        log(FREED)
+    with open_log(path, clock=lambda: next(ticks)) as log:  # appends
+        log(events.CopyEnded(op=1, error="lost"))
+    assert list(read_log(path)) == [
+        Entry(100.0, "info", OPENED),
+        Entry(101.0, "debug", FREED),
+        Entry(102.0, "error", events.CopyEnded(op=1, error="lost")),
+    ]
+    first = msgspec.json.decode(path.read_bytes().splitlines()[0])
+    assert list(first)[:4] == ["event", "time", "level", "run"]
+    assert "cause" not in first  # absent ids are left out
+
+
+def test_level_and_kinds_choose(tmp_path: Path) -> None:
+    with open_log(tmp_path / "info", level="info") as log:
+        log(FREED)
+        log(OPENED)
+    with open_log(tmp_path / "freed", kinds=[events.Freed]) as log:
+        log(FREED)
+        log(OPENED)
+    assert [entry.event for entry in read_log(tmp_path / "info")] == [OPENED]
+    assert [entry.event for entry in read_log(tmp_path / "freed")] == [FREED]
+    assert log.dropped == 0
+
+
+def test_console_lines_are_for_people() -> None:
+    out = io.BytesIO()
+    with open_log(out, style="console", clock=lambda: 0.25) as log:
+        log(FREED)
+    line = out.getvalue().decode()
+    assert line.startswith("1970-01-01T00:00:00.250+00:00 [debug    ] Freed")
+    assert "ids=[7, 8]" in line
+    assert not out.closed  # a stream that was given stays open
+
+
+class Gate(io.RawIOBase):
+    """A disk that hangs until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+        self.text = b""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        self.entered.set()
+        assert self.open.wait(30)
+        self.text += data
+        return len(data)
+
+
+def test_a_hanging_disk_drops_counts_and_tells() -> None:
+    gate = Gate()
+    log = open_log(gate, capacity=3, clock=lambda: 0.0)
+    log(OPENED)
+    assert gate.entered.wait(30)  # the writer hangs with the first line
+    for _ in range(5):
+        log(FREED)
+    assert log.dropped == 2
+    gate.open.set()
+    log.close()
+    names = [msgspec.json.decode(line)["event"] for line in gate.text.splitlines()]
+    assert names == ["RequestOpened", "Freed", "Freed", "Freed", "EventsDropped"]
+    assert msgspec.json.decode(gate.text.splitlines()[-1])["count"] == 2
+    log(FREED)  # after the end: counted, never an error
+    assert log.dropped == 3
+
+
+def test_a_broken_disk_is_told_at_the_end() -> None:
+    class Broken(Gate):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            raise OSError(f"disk full: {len(data)} bytes lost")
+
+    log = open_log(Broken())
+    log(OPENED)
+    with pytest.raises(OSError, match="disk full"):
+        log.close()
+    assert log.dropped == 1
+    log.close()
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    for bad in ({"level": "loud"}, {"style": "xml"}, {"capacity": 0}):
+        with pytest.raises(InvalidRequest):
+            open_log(tmp_path / "log", **bad)  # type: ignore[arg-type]
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_torn_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open_log(path) as log:
+        log(OPENED)
+    path.write_bytes(path.read_bytes() + b'{"event":"Fre')
+    with pytest.raises(InvalidRequest, match="line 2 is no event"):
+        list(read_log(path))
+
+
+def test_every_kind_of_event_has_a_level() -> None:
+    """A new kind must be given a level, in the table or by what it says."""
+    from phloem.runtime import tracing
+
+    by_content = {events.CopyEnded, events.RuntimeStopped}
+    kinds = set(events.Event.__subclasses__())
+    assert kinds == set(tracing._LEVELS) | by_content
+    assert EventsDropped in kinds
+    assert level_of(events.CopyEnded(op=1, error="")) < level_of(
+        events.CopyEnded(op=1, error="lost")
+    )
+    stopped = {"leases": [], "pages": 0, "states": 0}
+    assert level_of(events.RuntimeStopped(why="closed", **stopped)) < level_of(
+        events.RuntimeStopped(why="crashed: x", **stopped)
+    )
+
+
+async def test_a_runtime_writes_its_events(tmp_path: Path) -> None:
+    layout = ModelLayout.attention_only(layers=1, kv_heads=1, head_dim=4, kv_dtype="float32")
+    config = CacheConfig(layout=layout, page_size=2, state_chunk=2, device_pages=8, device_states=0)
+    log: EventLog
+    with open_log(tmp_path / "log") as log:
+        async with CacheRuntime(config, events=log) as cache:
+            async with cache.request([1, 2, 3, 4], id="r1") as request:
+                await request.allocate(4)
+                await request.ready()
+                with cache.step([request]) as step:
+                    step.launched({request: 4})
+                await request.finish()
+            await cache.audit()
+    entries = [entry.event for entry in read_log(tmp_path / "log")]
+    kinds = [type(event).__name__ for event in entries]
+    assert kinds[0] == "RuntimeStarted"
+    assert kinds[-1] == "RuntimeStopped"
+    assert {"RequestOpened", "LeaseTaken", "Granted", "StepChanged", "Inserted"} < set(kinds)
+    ended = [event for event in entries if isinstance(event, events.RequestEnded)]
+    assert [(e.request, e.how, e.computed, e.published) for e in ended] == [
+        ("r1", "finished", 4, 4)
+    ]
