@@ -79,7 +79,7 @@ class Reply:
         """The value, or the error raised."""
         assert self.done
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # a crash is the answer to many
         return self.value
 
 
@@ -111,6 +111,7 @@ class Domain:
         self._on_crash = on_crash
         self._queue: deque[tuple[Actor, object, Reply | None, int]] = deque()
         self._room: deque[asyncio.Future[None]] = deque()
+        self._let_in = 0  # callers who were given room and have not run since
         self._outstanding: dict[Reply, None] = {}  # in the order promised
         self._draining = False
         self._scheduled = False
@@ -138,8 +139,11 @@ class Domain:
         """Send without waiting for an answer; always fits.
 
         Inside a turn the message is handled after what is queued, before any caller resumes.
-        Outside, it is handled at once, or by the loop when the domain is not inline.
+        Outside, it is handled at once, or by the loop when the domain is not inline; after the end
+        it is dropped.
         """
+        if self.stopped is not None:
+            return
         self._queue.append((actor, message, None, self.turns if self._draining else 0))
         if self._draining:
             return
@@ -152,7 +156,7 @@ class Domain:
         """Send for the loop's next round, so that long work leaves room for others."""
         if self.loop is None:
             self._queue.append((actor, message, None, self.turns))
-        else:
+        elif self.stopped is None:
             self.loop.call_soon(self.send, actor, message)
 
     def later(self) -> Reply:
@@ -171,6 +175,11 @@ class Domain:
         """Give an error as the answer promised by `later`."""
         self._settle(reply, None, error)
 
+    def check_running(self) -> None:
+        """Raise what stopped the domain, if anything did."""
+        if self.stopped is not None:
+            raise self.stopped.with_traceback(None)  # one error for all: it keeps no one's frames
+
     def _settle(self, reply: Reply, value: object, error: BaseException | None) -> None:
         assert not reply.done
         self._outstanding.pop(reply, None)
@@ -186,8 +195,7 @@ class Domain:
         """
         if self._draining:
             raise InvalidRequest("a turn cannot call: it sends, or answers later")
-        if self.stopped is not None:
-            raise self.stopped
+        self.check_running()
         if self._queue:
             reply = Reply()
             self._queue.append((actor, message, reply, 0))
@@ -210,8 +218,7 @@ class Domain:
         before the turn leaves nothing behind, and after it `undo` is applied to the answer. Without
         `undo` the message takes effect whatever becomes of its caller.
         """
-        if self.stopped is not None:
-            raise self.stopped
+        self.check_running()
         if self.inline and not self._draining:
             self._inline_run += 1
             if self._inline_run >= self.inline_max:
@@ -230,10 +237,9 @@ class Domain:
     async def _call_queued(
         self, actor: Actor, message: object, undo: Callable[[object], None] | None
     ) -> object:
-        if self._room or len(self._queue) >= self._capacity:
+        if self._room or self._let_in or len(self._queue) >= self._capacity:
             await self._wait_for_room()
-        if self.stopped is not None:
-            raise self.stopped
+        self.check_running()
         reply = Reply()
         self._queue.append((actor, message, reply, 0))
         if self.inline and not self._draining:
@@ -309,7 +315,8 @@ class Domain:
             crash = self._crash(error)
             if reply is None:
                 raise crash from error
-            self._settle(reply, None, crash)
+            if not reply.done:  # a reply promised before the crash was told with the others
+                self._settle(reply, None, crash)
         else:
             if reply is not None and value is not LATER:
                 self._settle(reply, value, None)
@@ -344,17 +351,20 @@ class Domain:
         self._room.append(turn)
         try:
             await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
+        except BaseException:  # cancelled, or closed by whoever drove the coroutine
+            if turn in self._room:
                 self._room.remove(turn)
-            else:
+            elif not turn.cancelled():
+                self._let_in -= 1
                 self._admit()  # the room given to this caller goes to the next one
             raise
+        self._let_in -= 1
 
     def _admit(self) -> None:
         while self._room:
             turn = self._room.popleft()
             if not turn.done():
+                self._let_in += 1
                 turn.set_result(None)
                 return
 
