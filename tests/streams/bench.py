@@ -12,10 +12,12 @@ from torch import Tensor
 
 from phloem.cuda_streams.batches import Channel, Clear, CopyItem
 from phloem.cuda_streams.clocks import LoopClock
+from phloem.cuda_streams.cuda import cuda_engine, pinned_memory
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.dispatch import Dispatcher, Fault
 from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.hazards import HazardChecker
+from phloem.cuda_streams.host import ordinary_memory
 from phloem.cuda_streams.mover import RowMover
 from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
 from phloem.cuda_streams.threads import ThreadEngine
@@ -49,7 +51,7 @@ def fill(pool: RowPool, seed: int) -> None:
 
 def image(pool: RowPool) -> list[Tensor]:
     """The bytes of a pool as they are now."""
-    return [part.clone() for layer in range(pool.layers) for part in pool.parts(layer)]
+    return [part.cpu().clone() for layer in range(pool.layers) for part in pool.parts(layer)]
 
 
 def apply(item: CopyItem, images: dict[str, list[Tensor]]) -> None:
@@ -75,8 +77,12 @@ class Bench:
 
     @classmethod
     def make(cls, kind: str, *, pages: int = 24, states: int = 12, page_size: int = 2) -> Bench:
-        device = DevicePools.allocate(LAYOUT, pages=pages, states=states, page_size=page_size)
-        host = HostPools.allocate(device, pages=pages, states=states)
+        place = "cuda:0" if kind == "cuda" else "cpu"
+        memory = pinned_memory(place) if kind == "cuda" else ordinary_memory
+        device = DevicePools.allocate(
+            LAYOUT, pages=pages, states=states, page_size=page_size, device=place
+        )
+        host = HostPools.allocate(device, pages=pages, states=states, memory=memory)
         bench = cls(kind, device, host, [], HazardChecker())
         for seed, pool in enumerate(bench.pools):
             fill(pool, seed)
@@ -108,6 +114,8 @@ class Bench:
         loop = asyncio.get_running_loop()
         if self.kind == "threads":
             engine: Dispatcher = ThreadEngine(LoopPoster(loop), fault=fault, mover=mover)
+        elif self.kind == "cuda":
+            engine = cuda_engine("cuda:0", LoopPoster(loop), fault=fault)
         elif self.kind.startswith("device"):
             self.driver = FakeDriver(batched=self.kind == "device, batched")
             stage_bytes = 3 * self.device.page_bytes

@@ -23,6 +23,7 @@ class FakeStream:
 
     def __init__(self, name: str, seed: int) -> None:
         self.error: Exception | None = None
+        self._ended = False
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
         self._queue: deque[Callable[[], None]] = deque()
@@ -33,9 +34,12 @@ class FakeStream:
             self._queue.append(fn)
             self._changed.notify_all()
 
+    def end(self) -> None:
+        self._ended = True
+
     def _serve(self) -> None:
         with torch.inference_mode():
-            while True:
+            while not self._ended:
                 with self._changed:
                     self._changed.wait_for(lambda: self._queue)
                     fn = self._queue.popleft()
@@ -62,6 +66,7 @@ class FakeDriver:
         self.device = torch.device("cpu")
         self.batch_copy: BatchCopy | None = self._batch_copy if batched else None
         self.lost = False
+        self.closed = 0
         self.threads: list[str] = []
         self.waits: list[FakeEvent] = []
 
@@ -70,6 +75,15 @@ class FakeDriver:
 
     def new_stream(self, name: str) -> object:
         return FakeStream(name, seed=len(name) + len(self.threads))
+
+    def close_stream(self, stream: object) -> None:
+        assert isinstance(stream, FakeStream)
+        self.closed += 1
+        stream.put(stream.end)
+
+    def empty(self, stream: object, nbytes: int) -> torch.Tensor:
+        assert isinstance(stream, FakeStream)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def enqueue(self, stream: object, fn: Callable[[], None]) -> None:
         assert isinstance(stream, FakeStream)

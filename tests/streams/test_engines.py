@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import torch
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, Clear, Copy, CopyBatch, CopyItem
 from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket, TicketState
@@ -21,6 +22,8 @@ from streams.bench import LAYOUT, Bench, apply, some_ids
 
 LAYERS = len(LAYOUT.layers)
 KINDS = ["threads", "virtual", "device, batched", "device, staged"]
+if torch.cuda.is_available():
+    KINDS.append("cuda")
 
 
 @pytest.fixture(params=KINDS)

@@ -15,6 +15,7 @@ from phloem.cuda_streams.clocks import LoopClock, VirtualClock
 from phloem.cuda_streams.engine import CopyCancelled, Ticket, TicketState
 from phloem.cuda_streams.fences import Fence, StepTicket
 from phloem.cuda_streams.hazards import Hazard, HazardChecker
+from phloem.cuda_streams.host import HostMemory
 from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.cuda_streams.virtual import (
     PCIE5,
@@ -38,8 +39,9 @@ def attention_pools(*, meta: bool = True, layers: int = 4) -> tuple[DevicePools,
     place = "meta" if meta else "cpu"
     device = DevicePools.allocate(layout, pages=8, states=0, page_size=1, device=place)
 
-    def memory(count: int, row_bytes: int) -> torch.Tensor:
-        return torch.zeros((count, row_bytes), dtype=torch.uint8, device=place)
+    def memory(count: int, row_bytes: int) -> HostMemory:
+        rows = torch.zeros((count, row_bytes), dtype=torch.uint8, device=place)
+        return HostMemory(rows, count)
 
     return device, HostPools.allocate(device, pages=8, states=0, memory=memory)
 

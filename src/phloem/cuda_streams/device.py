@@ -92,7 +92,7 @@ class DeviceStream:
         """See `Stream.wait`: the device waits, not the caller.
 
         Raises InvalidRequest when the fence is not recorded yet, that is while its copy has not
-        been launched: there is no event that the device could wait for.
+        been launched (see `Ticket.placed`): there is no event that the device could wait for.
         """
         event = fence.event
         if event is not None:
@@ -110,8 +110,10 @@ class DeviceEngine(Dispatcher):
 
     Once a copy is launched its place on the stream cannot be changed. So at most `bulk_window`
     tickets of a positive `priority` are on a stream at a time, and an urgent one waits for no
-    more than those. A cancelled ticket ends at once if it was not launched, else it completes.
+    more than those. A cancelled ticket that is launched completes.
     """
+
+    placed_at_launch = True
 
     def __init__(
         self,
@@ -142,6 +144,8 @@ class DeviceEngine(Dispatcher):
         self._launcher.join()
         for waiter in self._waiters.values():
             waiter.close()
+        while self._streams:
+            self._driver.close_stream(self._streams.popitem()[1])
 
     # -- choosing
 

@@ -31,7 +31,7 @@ class DeviceMover:
     def __init__(self, driver: Driver, stream: object, stage_bytes: int) -> None:
         self._driver = driver
         self._stream = stream
-        self._stage = torch.empty(stage_bytes, dtype=torch.uint8, device=driver.device)
+        self._stage = driver.empty(stream, stage_bytes)
 
     def can_layer(self, item: CopyItem) -> bool:
         """Whether layers of this item can land one by one."""
@@ -87,7 +87,7 @@ class DeviceMover:
         device_ids = item.index[0 if down else 1][chunk]
         index = device_ids.to(self._driver.device, non_blocking=True)
         if not down:
-            for at, row, length in _runs(host_ids):
+            for at, row, length in _runs(host_ids, host.piece_rows):
                 stage[at : at + length].copy_(whole[row : row + length], non_blocking=True)
         for layer in range(host.layers):
             pairs = item.target.pairs(layer, item.source)
@@ -100,7 +100,7 @@ class DeviceMover:
                 else:
                     target.index_copy_(0, index, held)
         if down:
-            for at, row, length in _runs(host_ids):
+            for at, row, length in _runs(host_ids, host.piece_rows):
                 whole[row : row + length].copy_(stage[at : at + length], non_blocking=True)
 
 
@@ -142,9 +142,10 @@ def _pieces(item: Copy, layer: int) -> tuple[Addresses, Addresses, Addresses]:
     return targets, sources, sizes
 
 
-def _runs(ids: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(position, first id, length) of the runs of neighbouring ids, in order."""
+def _runs(ids: Sequence[int], piece_rows: int) -> list[tuple[int, int, int]]:
+    """(position, first id, length) of the runs of neighbouring ids within pieces, in order."""
     array = np.asarray(ids, np.int64)
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(array) != 1) + 1))
+    breaks = (np.diff(array) != 1) | (array[1:] % piece_rows == 0)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lengths = np.diff(np.concatenate((starts, [len(array)])))
     return list(zip(starts.tolist(), array[starts].tolist(), lengths.tolist(), strict=True))

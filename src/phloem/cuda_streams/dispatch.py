@@ -27,6 +27,9 @@ class Dispatcher(ABC):
     not take it there and then.
     """
 
+    placed_at_launch = False
+    """True for engines whose streams can wait for a ticket only once it is launched."""
+
     def __init__(self, post: Post, fault: Fault | None = None) -> None:
         self.fault = fault
         self._post = post
@@ -56,6 +59,8 @@ class Dispatcher(ABC):
             self._open[ticket.seq] = ticket
             self._inflight[batch.channel] += batch.nbytes
             self._blockers[ticket.seq] = len(waits) + 1  # + 1: not before all are hooked
+        if not self.placed_at_launch:
+            ticket.placed.mark_passed()
         ticket.quiesced.add_hook(lambda: self._forget(ticket))
         for fence in waits:
             self._when_met(fence, lambda: self._unblock(ticket))

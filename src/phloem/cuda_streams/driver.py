@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 __all__ = ["Addresses", "BatchCopy", "Driver"]
 
@@ -28,6 +29,14 @@ class Driver(Protocol):
         ...
 
     def new_stream(self, name: str) -> object: ...
+
+    def close_stream(self, stream: object) -> None:
+        """Give back a stream of `new_stream`, when nothing runs on it any more."""
+        ...
+
+    def empty(self, stream: object, nbytes: int) -> Tensor:
+        """Device memory, uint8, for work on that stream alone."""
+        ...
 
     def enqueue(self, stream: object, fn: Callable[[], None]) -> None:
         """Put the torch operations of `fn` onto the stream; does not wait for them."""

@@ -68,6 +68,7 @@ class Ticket:
         self.seq = seq
         self.batch = batch
         self.quiesced = Fence(post, f"copy {seq}")
+        self.placed = Fence(post, f"launch of copy {seq}")
         self.cancel_asked = False
         self._post = post
         self._state = TicketState.QUEUED
@@ -116,8 +117,9 @@ class Ticket:
     def layer_fence(self, layer: int) -> Fence:
         """Passes when model layers 0..`layer` have landed, or when the ticket is done without.
 
-        For streams and threads: `stream.wait(ticket.layer_fence(k))`. Whether the data is good
-        is known only at the end, so what runs on it before then is provisional.
+        For streams and threads: `stream.wait(ticket.layer_fence(k))`, once `placed` has passed
+        (on a device that is the launch; elsewhere it has passed from the beginning). Whether the
+        data is good is known only at the end, so what runs on it before then is provisional.
         """
         self._check_layer(layer)
         with self._lock:
@@ -196,6 +198,7 @@ class Ticket:
         for layer, fence in fences:
             fence.mark_recorded(layer_events[layer])
         self.quiesced.mark_recorded(layer_events[-1])
+        self.placed.mark_passed()
 
     def progress(self, layers_done: int) -> None:
         """For engines: so many leading model layers have landed."""
@@ -221,6 +224,7 @@ class Ticket:
         # The outcome before the fence, the fence before the waiters: whoever the fence wakes reads
         # the outcome, and whoever awaited finds its slots quiet.
         self.quiesced.mark_passed()
+        self.placed.mark_passed()
         with self._lock:
             fences, self._layer_fences = self._layer_fences, {}
             self._layer_events = ()

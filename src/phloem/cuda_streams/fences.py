@@ -119,6 +119,12 @@ class Fence:
                 return
         fn()
 
+    async def reached(self) -> None:
+        """Wait on the loop until passed. A cancelled caller leaves nothing behind."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.add_callback(lambda: None if future.done() else future.set_result(None))
+        await future
+
     def add_hook(self, fn: Callable[[], None]) -> None:
         """Have `fn()` called exactly once in the thread that passes the fence.
 

@@ -17,6 +17,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from phloem.cuda_streams.host import (
+    HostMemory,
+    HostMemoryShort,
+    available_bytes,
+    ordinary_memory,
+)
 from phloem.cuda_streams.specs import KVSpec, Layered, LayerSpec, StateSpec, aligned, torch_dtype
 from phloem.errors import InvalidRequest
 
@@ -48,10 +54,12 @@ class RowPool:
         layers: Sequence[Sequence[Tensor]],
         *,
         whole: Tensor | None = None,
+        piece_rows: int | None = None,
     ) -> None:
         """`layers[l]` are the parts of model layer `l`: uint8 [count, bytes], dense in a row.
 
         `whole`, for a page-first pool, is its memory [count, bytes]; the parts are views of it.
+        No single copy may cross a multiple of `piece_rows` rows of it.
         """
         for parts in layers:
             for part in parts:
@@ -65,6 +73,7 @@ class RowPool:
         self.tier: Tier = tier
         self.count = count
         self.whole = whole
+        self.piece_rows = piece_rows or max(1, count)
         self.part_bytes = tuple(tuple(part.shape[1] for part in parts) for parts in layers)
         self._parts = tuple(tuple(parts) for parts in layers)
         self._words = tuple(tuple(_word_bytes(part) for part in parts) for parts in layers)
@@ -131,11 +140,6 @@ def _kv_layer(
 def _state(spec: StateSpec, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows = torch.zeros((slots, aligned(spec.nbytes)), dtype=torch.uint8, device=device)
     return _typed(rows[:, : spec.nbytes], spec.dtype, spec.shape), rows
-
-
-def _host_memory(count: int, row_bytes: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros((count, row_bytes), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,16 +240,21 @@ class HostPools:
         *,
         pages: int,
         states: int,
-        memory: Callable[[int, int], Tensor] = _host_memory,
+        available: Callable[[], int] = available_bytes,
+        memory: Callable[[int, int], HostMemory] = ordinary_memory,
     ) -> HostPools:
         """`pages` pages and `states` slots with the row layout of `like`; none is reserved.
 
-        `memory(count, row_bytes)` gives uint8 [count, row_bytes]; the default is ordinary memory.
-        Raises InvalidRequest for negative sizes, and what `memory` raises when it has too little.
+        `memory(count, row_bytes)` gives what a pool lives in: ordinary memory, or pinned.
+        Raises InvalidRequest for negative sizes, and HostMemoryShort with nothing taken when both
+        pools together do not fit.
         """
         for what, count in (("pages", pages), ("states", states)):
             if count < 0:
                 raise InvalidRequest(f"{what} is {count}; at least 0")
+        asked = pages * like.page_bytes + states * like.slot_bytes
+        if asked > (left := available()):
+            raise HostMemoryShort(asked, left)
         return cls(
             kv_rows=_page_first("host kv", like.kv_rows, pages, memory),
             state_rows=_page_first("host states", like.state_rows, states, memory),
@@ -259,10 +268,10 @@ class HostPools:
 
 
 def _page_first(
-    name: str, like: RowPool, count: int, memory: Callable[[int, int], Tensor]
+    name: str, like: RowPool, count: int, memory: Callable[[int, int], HostMemory]
 ) -> RowPool:
     row_bytes = sum(aligned(size) for sizes in like.part_bytes for size in sizes)
-    rows = memory(count, row_bytes)
+    rows, piece_rows = memory(count, row_bytes)
     layers: list[list[Tensor]] = []
     start = 0
     for sizes in like.part_bytes:
@@ -270,7 +279,7 @@ def _page_first(
         for size in sizes:
             layers[-1].append(rows[:, start : start + size])
             start += aligned(size)
-    return RowPool(name, "host", count, layers, whole=rows)
+    return RowPool(name, "host", count, layers, whole=rows, piece_rows=piece_rows)
 
 
 def _check_sizes(layers: Sequence[LayerSpec], pages: int, states: int, page_size: int) -> None:

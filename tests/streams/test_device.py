@@ -1,0 +1,199 @@
+"""The device engine on a fake device: what waits where, what a lost device does, who goes first."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from phloem.cuda_streams.batches import Copy, CopyBatch
+from phloem.cuda_streams.device import DeviceEngine, DeviceStream
+from phloem.cuda_streams.device_mover import _runs
+from phloem.cuda_streams.engine import CopyFailed, Ticket
+from phloem.cuda_streams.fences import Fence, LoopPoster, StepTicket
+from phloem.cuda_streams.host import HostMemory
+from phloem.cuda_streams.pools import DevicePools, HostPools
+from phloem.errors import EngineDead, InvalidRequest
+from phloem.runtime.layout import ModelLayout
+from streams.bench import LAYOUT, Bench, apply
+from streams.fake_device import FakeDriver, FakeStream
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench.make("device, batched")
+    yield bench
+    bench.close()
+    assert all(engine.inflight_bytes() == 0 for engine in bench.engines)
+
+
+def backup(bench: Bench, source: int, target: int) -> Copy:
+    return Copy(bench.device.kv_rows, bench.host.kv_rows, [source], [target])
+
+
+def load(bench: Bench, source: int, target: int) -> Copy:
+    return Copy(bench.host.kv_rows, bench.device.kv_rows, [source], [target])
+
+
+async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) -> None:
+    engine, images = bench.engine(), bench.images()
+    driver, post = bench.driver, LoopPoster(asyncio.get_running_loop())
+    forward = driver.new_stream("forward")
+    assert isinstance(forward, FakeStream)
+    stream, gate = DeviceStream("forward", forward, driver, post), threading.Event()
+    forward.put(lambda: (gate.wait(), None)[1])
+    step = StepTicket(stream, post=post)
+    step.launched()
+    step.end()
+    first = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),), after=(step.fence,)))
+    second = engine.submit(CopyBatch("h2d", (load(bench, 2, 3),), requires=(first,), by_layer=True))
+    await second.placed.reached()  # everything is on the streams while the step still runs
+    assert not step.fence.passed and not first.done and not second.done
+    assert bench.same(images)
+    stream.wait(second.layer_fence(2))
+    seen: list[bool] = []
+    driver.enqueue(
+        forward,
+        lambda: seen.append(torch.equal(bench.device.kv[2].k[3], bench.device.kv[2].k[1])),
+    )
+    gate.set()
+    await second
+    await stream.record().reached()
+    for ticket in (first, second):
+        apply(ticket.batch.items[0], images)
+    assert bench.same(images) and seen == [True]
+    stream.close()
+
+
+async def test_a_fence_that_is_not_recorded_is_refused(bench: Bench) -> None:
+    engine, fence = bench.engine(), Fence()
+    driver, post = bench.driver, LoopPoster(asyncio.get_running_loop())
+    stream = DeviceStream("forward", driver.new_stream("forward"), driver, post)
+    ticket = engine.submit(CopyBatch("h2d", (load(bench, 1, 2),), after=(fence,)))
+    with pytest.raises(InvalidRequest, match="not recorded"):
+        stream.wait(ticket.layer_fence(0))
+    fence.mark_passed()
+    await ticket.placed.reached()
+    stream.wait(ticket.layer_fence(0))
+    await ticket
+    stream.wait(ticket.layer_fence(0))
+    stream.close()
+
+
+async def test_bulk_goes_through_a_window_and_urgent_past_it(bench: Bench) -> None:
+    gate, order = threading.Event(), list[int]()
+
+    def note(ticket: Ticket, layer: int) -> None:
+        if layer == 0:
+            order.append(ticket.seq)
+
+    engine = bench.engine(note)
+    driver, post = bench.driver, LoopPoster(asyncio.get_running_loop())
+    forward = driver.new_stream("forward")
+    assert isinstance(forward, FakeStream)
+    stream = DeviceStream("forward", forward, driver, post)
+    forward.put(lambda: (gate.wait(), None)[1])
+    after = (stream.record(),)
+    bulk = [
+        engine.submit(CopyBatch("d2h", (backup(bench, n, n),), after, priority=1))
+        for n in range(1, 7)
+    ]
+    await bulk[1].placed.reached()
+    urgent = engine.submit(CopyBatch("d2h", (backup(bench, 9, 9),), after))
+    await urgent.placed.reached()
+    assert order == [0, 1, urgent.seq], "two of the bulk, then the urgent one"
+    gate.set()
+    await engine.drain()
+    assert order == [0, 1, urgent.seq, 2, 3, 4, 5] and all(ticket.done for ticket in bulk)
+    stream.close()
+
+
+async def test_a_lost_device_fails_everything_at_once(bench: Bench) -> None:
+    engine = bench.engine()
+    driver = bench.driver
+    good = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
+    await good
+    driver.lost = True
+    bad = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
+    waits = engine.submit(CopyBatch("h2d", (load(bench, 1, 2),), after=(Fence(),)))
+    for ticket in (bad, waits):
+        with pytest.raises(EngineDead):
+            await ticket
+    with pytest.raises(EngineDead):
+        engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
+
+
+async def test_an_error_that_passes_fails_one_copy(bench: Bench) -> None:
+    engine = bench.engine()
+    driver = bench.driver
+    stream = engine._streams["d2h"]  # type: ignore[attr-defined]
+    assert isinstance(stream, FakeStream)
+    stream.error = RuntimeError("invalid value")
+    bad = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),), by_layer=True))
+    with pytest.raises(CopyFailed, match="invalid value"):
+        await bad
+    stream.error = None
+    await engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
+    assert driver.alive()
+
+
+async def test_threads_enter_and_streams_are_given_back() -> None:
+    driver = FakeDriver()
+    engine = DeviceEngine(LoopPoster(asyncio.get_running_loop()), driver)
+    engine.close()
+    engine.close()
+    names = {"phloem-launcher", "phloem-d2h", "phloem-h2d", "phloem-d2d"}
+    assert set(driver.threads) == names and driver.closed == 3
+
+
+@pytest.mark.parametrize("batched", [True, False])
+async def test_pieces_and_buffers_of_any_size(batched: bool) -> None:
+    # Runs are cut where host memory was registered in pieces, chunks where the buffer ends.
+    device = DevicePools.allocate(LAYOUT, pages=20, states=1, page_size=2)
+
+    def memory(count: int, row_bytes: int) -> HostMemory:
+        return HostMemory(torch.zeros((count, row_bytes), dtype=torch.uint8), 3)
+
+    host = HostPools.allocate(device, pages=20, states=1, memory=memory)
+    for part in (*device.kv_rows.parts(2), *device.kv_rows.parts(3)):
+        part.random_(0, 256)
+    want = [part.clone() for layer in (2, 3) for part in device.kv_rows.parts(layer)]
+    rng, post = random.Random(1), LoopPoster(asyncio.get_running_loop())
+    for rows in (1, 4, 50):
+        stage_bytes = rows * device.page_bytes
+        engine = DeviceEngine(post, FakeDriver(batched=batched), stage_bytes=stage_bytes)
+        ids = list(range(20))
+        there = rng.sample(ids, 20)
+        await engine.submit(CopyBatch("d2h", (Copy(device.kv_rows, host.kv_rows, ids, there),)))
+        for part in (*device.kv_rows.parts(2), *device.kv_rows.parts(3)):
+            part.zero_()
+        await engine.submit(CopyBatch("h2d", (Copy(host.kv_rows, device.kv_rows, there, ids),)))
+        got = [part for layer in (2, 3) for part in device.kv_rows.parts(layer)]
+        assert all(map(torch.equal, got, want))
+        engine.close()
+
+
+def test_runs_end_at_pieces() -> None:
+    assert _runs([2, 3, 4, 5, 9, 8], 4) == [(0, 2, 2), (2, 4, 2), (4, 9, 1), (5, 8, 1)]
+    assert _runs([0], 1) == [(0, 0, 1)]
+
+
+async def test_large_parts_go_direct() -> None:
+    layout = ModelLayout.attention_only(layers=2, kv_heads=8, head_dim=128)
+    device = DevicePools.allocate(layout, pages=4, states=0, page_size=16)
+    host = HostPools.allocate(device, pages=4, states=0)
+    device.kv[1].k[2].fill_(3)
+    driver, pieces = FakeDriver(), list[list[int]]()
+    inner = driver.batch_copy
+    assert inner is not None
+    driver.batch_copy = lambda stream, targets, sources, sizes: (
+        pieces.append(sizes.tolist()), inner(stream, targets, sources, sizes))[1]  # fmt: skip
+    engine = DeviceEngine(LoopPoster(asyncio.get_running_loop()), driver)
+    await engine.submit(CopyBatch("d2h", (Copy(device.kv_rows, host.kv_rows, [2, 1], [0, 3]),)))
+    assert pieces == [[64 << 10] * 2] * 2, "one call a layer, a piece for each page"
+    assert host.kv_rows.parts(1)[0][0].equal(device.kv_rows.parts(1)[0][2])
+    engine.close()
