@@ -2,13 +2,15 @@
 
 A cell holds `FREE`, `PARKED`, `TREE` or the number of an account. Every change names the owner it
 takes from; a mismatch is an `OwnershipError` with nothing changed. Free lists are stacks of
-integers. Runs longer than a few dozen ids are checked and written by numpy in one go.
+integers. Runs longer than a dozen ids are checked and written by numpy in one go, always through
+`take` and `put`, which cost a third of an indexing expression.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from struct import Struct
 
 import numpy as np
 
@@ -20,7 +22,10 @@ __all__ = ["FREE", "PARKED", "Account", "Ledger", "Pool"]
 
 FREE = 0
 PARKED = -2
-_BULK = 48  # from so many ids on numpy is faster than a loop
+_RESERVED = -3  # cell 0: owned by nobody who could ever be named
+_BULK = 16  # from so many ids on numpy is faster than a loop
+_BULK_UNIQUE = 128  # and from so many on it also finds repetitions faster than a set
+_CELL = Struct("i")
 
 
 class Pool:
@@ -32,7 +37,9 @@ class Pool:
         self.component: Component = component
         self.size = size - 1  # places that can be granted
         self._cells = array("i", bytes(4 * size))
+        self._cells[0] = _RESERVED
         self._cells_np = np.frombuffer(self._cells, np.int32)
+        self._marks = np.zeros(size, np.int32)  # scratch: where in a run each place was named
         self._free = array("i", range(size - 1, 0, -1))  # a stack; the lowest ids go first
         self.parked = 0
         self.tree = 0
@@ -49,6 +56,11 @@ class Pool:
         assert 0 <= count <= len(free)
         if not count:
             return array("i")
+        if count == 1:
+            place = free.pop()
+            self._cells[place] = account
+            self.granted += 1
+            return array("i", (place,))
         ids = free[: -count - 1 : -1]
         del free[-count:]
         self._write(ids, account)
@@ -59,7 +71,10 @@ class Pool:
         """Free `ids`, which must be `owner`'s. Raises `OwnershipError` with nothing changed."""
         self.check(ids, owner)
         self._write(ids, FREE)
-        self._free.extend(ids[::-1])
+        if len(ids) == 1:
+            self._free.append(ids[0])
+        else:
+            self._free.extend(ids[::-1])
         self._leave(owner, len(ids))
 
     def park(self, ids: Ids, owner: int) -> None:
@@ -82,6 +97,15 @@ class Pool:
         else:
             self.granted += len(ids)
 
+    def move_one(self, place: int, owner: int, to: int) -> None:
+        """`move` for a single place."""
+        self._cells[place] = to
+        self._leave(owner, 1)
+        if to == TREE:
+            self.tree += 1
+        else:
+            self.granted += 1
+
     def owner_of(self, place: int) -> int:
         """The owner of a place; raises `OwnershipError` for one that is not in the pool."""
         if not 0 < place <= self.size:
@@ -90,23 +114,42 @@ class Pool:
 
     def check(self, ids: Ids, owner: int) -> None:
         """Raise `OwnershipError` unless all `ids` are different and `owner`'s."""
-        if len(ids) < _BULK:
+        count = len(ids)
+        if count < _BULK:
             cells, size = self._cells, self.size
             for place in ids:
                 if not 0 < place <= size or cells[place] != owner:
                     raise self._foreign(place, owner)
-            if len(ids) > 1 and len(set(ids)) != len(ids):
-                raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
-            return
-        places = np.frombuffer(ids, np.int32)
-        if int(places.min()) < 1 or int(places.max()) > self.size:
-            bad = next(place for place in ids if not 0 < place <= self.size)
-            raise self._foreign(bad, owner)
-        wrong = self._cells_np[places] != owner
-        if wrong.any():
-            raise self._foreign(int(places[int(wrong.argmax())]), owner)
-        if np.bincount(places).max() > 1:
+        else:
+            # As unsigned, a negative place is out of range like any other that is too large.
+            places = np.frombuffer(ids, np.uint32)
+            try:
+                owners = self._cells_np.take(places)
+            except IndexError:
+                raise self._first_foreign(ids, owner) from None
+            if owners.tobytes() != _CELL.pack(owner) * count:
+                raise self._first_foreign(ids, owner)
+        if count > 1 and not self._all_different(ids):
             raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
+
+    def _all_different(self, ids: Ids) -> bool:
+        """Whether places of this pool are named once each."""
+        count = len(ids)
+        if count < _BULK_UNIQUE:
+            return len(set(ids)) == count
+        places, order = np.frombuffer(ids, np.uint32), np.arange(count, dtype=np.int32)
+        self._marks.put(places, order)
+        return self._marks.take(places).tobytes() == order.tobytes()
+
+    def among(self, ids: Ids, owner: int) -> Ids:
+        """Those of `ids`, places of this pool, that are `owner`'s."""
+        if len(ids) < _BULK:
+            cells = self._cells
+            return array("i", [place for place in ids if cells[place] == owner])
+        places = np.frombuffer(ids, np.int32)
+        mine = array("i")
+        mine.frombytes(places[self._cells_np.take(places) == owner].tobytes())
+        return mine
 
     def owned_by(self, owner: int) -> Ids:
         """All places of one owner, ascending; looks at the whole pool."""
@@ -133,7 +176,7 @@ class Pool:
             for place in ids:
                 cells[place] = owner
         else:
-            self._cells_np[np.frombuffer(ids, np.int32)] = owner
+            self._cells_np.put(np.frombuffer(ids, np.uint32), owner)
 
     def _leave(self, owner: int, count: int) -> None:
         if owner == TREE:
@@ -142,6 +185,11 @@ class Pool:
             self.parked -= count
         else:
             self.granted -= count
+
+    def _first_foreign(self, ids: Ids, owner: int) -> OwnershipError:
+        cells, size = self._cells, self.size
+        bad = next(place for place in ids if not 0 < place <= size or cells[place] != owner)
+        return self._foreign(bad, owner)
 
     def _foreign(self, place: int, owner: int) -> OwnershipError:
         if not 0 < place <= self.size:
@@ -155,10 +203,11 @@ class Pool:
 class Account:
     """What one grant holds outside the tree. `owner` names who asked, for logs and waiters.
 
-    `fences` are the steps that may still touch what it gives up.
+    `fences` are the steps that may still touch what it gives up. `whole` lists its pages while it
+    has all it was granted at once and nothing else, so that offering exactly these needs no search.
     """
 
-    __slots__ = ("fences", "number", "owner", "pages", "states")
+    __slots__ = ("fences", "number", "owner", "pages", "states", "whole")
 
     def __init__(self, number: int, owner: str) -> None:
         self.number = number
@@ -166,6 +215,7 @@ class Account:
         self.pages = 0
         self.states = 0
         self.fences: tuple[Fence, ...] = ()
+        self.whole: Ids | None = None
 
 
 class Ledger:
@@ -189,12 +239,26 @@ class Ledger:
         """Take from both pools for a new account, or for an existing one; both must have room."""
         held = self.accounts.get(account)
         if held is None:
-            self._next += 1
-            held = self.accounts[self._next] = Account(self._next, owner)
+            self._next = number = self._next + 1
+            held = self.accounts[number] = Account(number, owner)
+            page_ids = self.kv.take(pages, number)
+            held.whole = page_ids[:]  # the caller may write to its own
+        else:
+            number = account
+            page_ids = self.kv.take(pages, number)
+            if pages:
+                held.whole = None
         held.pages += pages
         held.states += states
-        number = held.number
-        return number, self.kv.take(pages, number), self.state.take(states, number)
+        return number, page_ids, self.state.take(states, number)
+
+    def adopt(self, account: int, pages: Ids, state: int) -> None:
+        """Move `pages` and `state` (0: none), which were checked, from an account to the tree."""
+        if pages:
+            self.kv.move(pages, account, TREE)
+        if state:
+            self.state.move_one(state, account, TREE)
+        self.left(account, len(pages), 1 if state else 0)
 
     def left(self, account: int, pages: int, states: int) -> None:
         """Note that an account holds less; an empty one is closed."""
@@ -202,6 +266,8 @@ class Ledger:
         held.pages -= pages
         held.states -= states
         assert held.pages >= 0 and held.states >= 0
+        if pages:
+            held.whole = None
         if not held.pages and not held.states:
             del self.accounts[account]
 
@@ -221,7 +287,8 @@ class Ledger:
         if owner is not None and account.owner != owner:
             raise OwnershipError(f"granted to {account.owner!r}, offered by {owner!r}")
         try:
-            self.kv.check(pages, first)
+            if pages != account.whole:
+                self.kv.check(pages, first)
             if state and self.state.owner_of(state) != first:
                 self.state.check(array("i", (state,)), first)
         except OwnershipError:
@@ -254,6 +321,7 @@ class Ledger:
             return
         self.pool(component).move(array("i", (place,)), home.number, into.number)
         kv = component == "kv"
+        into.whole = None
         into.pages += kv
         into.states += not kv
         self.left(home.number, int(kv), int(not kv))
@@ -267,6 +335,8 @@ class Ledger:
         for number, account in self.accounts.items():
             assert len(self.kv.owned_by(number)) == account.pages, f"pages of account {number}"
             assert len(self.state.owned_by(number)) == account.states, f"states of {number}"
+            if account.whole is not None:
+                assert sorted(account.whole) == self.kv.owned_by(number).tolist()
 
 
 def owner_name(owner: int) -> str:

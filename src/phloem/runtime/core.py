@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
 import anyio
 
 from phloem.actors import messages as m
-from phloem.actors.actions import Ids
 from phloem.actors.allocator import AllocatorActor, Grant, TreeView
 from phloem.actors.domain import Domain
 from phloem.actors.ledger import Ledger
@@ -140,8 +138,8 @@ class Core:
         """Give back what a grant still owns; nothing when all of it went to the tree."""
         if self.stopped or grant.account not in self.ledger.accounts:
             return
-        pages = _owned(self.ledger.kv.owner_of, grant.pages, grant.account)
-        states = _owned(self.ledger.state.owner_of, grant.states, grant.account)
+        pages = self.ledger.kv.among(grant.pages, grant.account)
+        states = self.ledger.state.among(grant.states, grant.account)
         if pages or states:
             self.run(m.GiveBack(grant.account, pages, states, after))
 
@@ -215,6 +213,3 @@ def _granted(answer: object) -> Grant:
     assert isinstance(answer, Grant)
     return answer
 
-
-def _owned(owner_of: Callable[[int], int], ids: Ids, account: int) -> Ids:
-    return array("i", [place for place in ids if owner_of(place) == account])

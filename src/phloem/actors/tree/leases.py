@@ -74,6 +74,8 @@ class Lease:
         if mine is theirs or theirs.startswith(mine):
             return True
         covered = self.anchor.end * TOKEN_BYTES
+        if covered <= len(theirs) and mine.startswith(theirs):
+            return True
         return theirs[:covered] == mine[:covered]
 
     def __repr__(self) -> str:
