@@ -24,6 +24,7 @@ __all__ = [
     "Fork",
     "GiveBack",
     "Insert",
+    "Join",
     "MadeRoom",
     "MakeRoom",
     "Match",
@@ -128,6 +129,16 @@ class CopyOwnPages(Message, frozen=True, gc=False, eq=False):
     sources: Ids
     targets: Ids
     after: tuple[Fence, ...] = ()
+
+
+class Join(Message, frozen=True, gc=False, eq=False):
+    """Is somebody computing what this lease needs next? Answered when they have gone on, or none.
+
+    True: there was somebody, and it is worth looking again; False: nobody is worth waiting for.
+    """
+
+    lease: Lease
+    more_than: int
 
 
 class Fork(Message, frozen=True, gc=False, eq=False):

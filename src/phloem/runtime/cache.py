@@ -244,16 +244,22 @@ class CacheRuntime:
         marks: Sequence[ContentMark] = (),
         breakpoints: Sequence[int] = (),
         whole: bool = False,
+        join: bool = False,
+        join_timeout: float | None = None,
     ) -> AsyncGenerator[Request]:
         """Open a request for a prompt; leaving the block without `finish` aborts it.
 
         Matches all tokens but the last, which is computed for its logits, unless `whole`.
-        `breakpoints` are positions after which the caller expects other continuations.
+        `breakpoints` are positions after which the caller expects other continuations. `join`
+        first waits, up to `join_timeout` seconds, for another request that is computing the same
+        prefix (see `Request.join`).
         """
         request = await self.open_request(
             tokens, id=id, namespace=namespace, marks=marks, breakpoints=breakpoints, whole=whole
         )
         try:
+            if join:
+                await request.join(timeout=join_timeout)
             yield request
         finally:
             request.abort()
@@ -279,6 +285,9 @@ class CacheRuntime:
         message = m.Open(key, _limit(key, whole), name, check_breakpoints(breakpoints, key.length))
         opened = await core.domain.call(core.tree_actor, message, _undo_lease(core))
         lease, match = _lease_and_match(opened)
+        if name in core.requests:  # opened by somebody else while this call was queued
+            core.release_lease(lease)
+            raise InvalidRequest(f"request {name!r} is running")
         request = Request(core, name, key, lease, match)
         core.opened(request)
         return request

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import anyio
+
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
@@ -191,6 +193,32 @@ class Request:
         if self.status == "running":
             await self.ready()
         return match
+
+    async def join(self, *, min_tokens: int | None = None, timeout: float | None = None) -> Match:
+        """Wait while another request computes what this one needs next, and take it over.
+
+        Waits only when the common part is longer than `min_tokens` (by default the grid) beyond
+        what this request has, looks again at each of the other's checkpoints, and gives up after
+        `timeout` seconds. When the other one aborts, one of those who waited carries on and the
+        rest wait for it. Returns the match it stands on. A cancelled caller leaves nothing behind.
+        """
+        self._check_alive()
+        self._check_no_steps("join")
+        more_than = self._core.grid if min_tokens is None else min_tokens
+        if timeout is None:
+            while await self._join_once(more_than):
+                pass
+        else:
+            with anyio.move_on_after(timeout):
+                while await self._join_once(more_than):
+                    pass
+        return self.match
+
+    async def _join_once(self, more_than: int) -> bool:
+        await self.advance()
+        if self.computed > self.boundary or self._former_generation:
+            return False  # it has computed something of its own: it is no follower any more
+        return bool(await self._core.call(m.Join(self._lease, more_than), _undo_nothing))
 
     def extend(self, tokens: Tokens) -> None:
         """Append tokens: what the model said, or drafts of it."""
@@ -547,6 +575,10 @@ class Request:
     def _check_no_steps(self, what: str) -> None:
         if self.fences():
             raise InvalidRequest(f"{what} while a step of {self} is not over")
+
+
+def _undo_nothing(answer: object) -> None:
+    del answer
 
 
 def check_breakpoints(breakpoints: Sequence[int], length: int) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from array import array
 
 from phloem.actors import messages as m
 from phloem.actors.actions import (
-    TREE,
     ClearState,
     CopyPages,
     CopyState,
@@ -69,6 +68,7 @@ class TreeActor:
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
         self.counts: dict[str, int] = {}  # actions emitted so far, by kind
+        self._joined: dict[int, list[Reply]] = {}  # by the lease whose progress is waited for
         self._next_op = 0
         self.handlers: Handlers = {
             m.Match: self._on_match,
@@ -82,6 +82,7 @@ class TreeActor:
             m.CopyWorkingState: self._on_copy_working_state,
             m.CopyOwnPages: self._on_copy_own_pages,
             m.Fork: self._on_fork,
+            m.Join: self._on_join,
             m.Copied: self._on_copied,
             m.Evict: self._on_evict,
             m.MakeRoom: self._on_make_room,
@@ -146,12 +147,27 @@ class TreeActor:
             self._emit(self._taken(lease))
         return lease
 
+    def _on_join(self, message: m.Join) -> object:
+        self._check_ours(message.lease)
+        leader = self.tree.progress_ahead(message.lease, message.more_than)
+        if leader is None:
+            return False
+        self._joined.setdefault(leader.id, []).append(self._domain.later())
+        return LATER
+
+    def _went_on(self, lease: Lease) -> None:
+        """`lease` has published something or ended: whoever waits for it looks again."""
+        for reply in self._joined.pop(lease.id, ()):
+            if not reply.done and not reply.abandoned:
+                self._domain.complete(reply, True)
+
     def _on_release(self, message: m.Release) -> None:
         lease = message.lease
         if message.leaked and not lease.live:
             return
-        self._check_ours(lease)
         self.tree.release(lease)
+        if self._joined:
+            self._went_on(lease)
         if self.tree.sweeping:
             self._domain.send(self, m.Sweep())
         if self._emit is not None:
@@ -207,19 +223,11 @@ class TreeActor:
 
     def _on_insert(self, message: m.Insert) -> InsertResult:
         tree, ledger, pages, state = self.tree, self._ledger, message.pages, message.state
-        lease = message.lease
-        if lease is not None:
-            self._check_ours(lease)
-        tree.check_insert(message.key, message.length, len(pages), state, lease)
+        key, length, lease = message.key, message.length, message.lease
+        start = tree.check_insert(key, length, len(pages), state, lease)
         account = ledger.account_of(pages, state, message.owner)
-        result, actions = tree.insert(
-            message.key,
-            pages,
-            state,
-            lease,
-            length=message.length,
-            owner=account,
-            swap=message.swap,
+        result, actions = tree.insert_checked(
+            key, length, start, pages, state, lease, account, message.swap
         )
         taken: Ids = array("i")
         if account:
@@ -242,28 +250,29 @@ class TreeActor:
             )
         if actions:
             self._dispatch(actions)
-        if self._ledger.waiting:
+        if self._joined and lease is not None:
+            self._went_on(lease)
+        if ledger.waiting:
             self._let_waiters_retry()
         return result
 
     def _adopt(self, message: m.Insert, result: InsertResult, account: int) -> Ids:
         """Move what the tree took from the account to the tree; the pages of it."""
-        ledger, pages = self._ledger, message.pages
-        taken: Ids = array("i")
+        pages = message.pages
         if result.adopted:
             start, end = result.adopted[0]
             count = (end - start) // self.tree.page_size
             taken = pages if count == len(pages) else pages[len(pages) - count :]
-            ledger.kv.move(taken, account, TREE)
-        adopted_state = result.state == "adopted"
-        if adopted_state:
-            ledger.state.move(array("i", (message.state,)), account, TREE)
+        else:
+            taken = pages[:0]
+        state = message.state if result.state == "adopted" else NO_SLOT
+        if taken or state:
+            self._ledger.adopt(account, taken, state)
+        if state and message.after:
             after = tuple(fence for fence in message.after if not fence.passed)
             if after:
                 assert self._transfer is not None
-                self._domain.send(self._transfer, m.StateWritten(message.state, after))
-        if taken or adopted_state:
-            ledger.left(account, len(taken), int(adopted_state))
+                self._domain.send(self._transfer, m.StateWritten(state, after))
         return taken
 
     def _dispatch(self, actions: Actions) -> None:
@@ -374,6 +383,10 @@ class TreeActor:
     def _on_reset(self, message: m.Reset) -> int:
         del message
         self.tree.reset()
+        for number in list(self._joined):
+            for reply in self._joined.pop(number):
+                if not reply.done and not reply.abandoned:
+                    self._domain.complete(reply, True)
         if self._emit is not None:
             self._emit(
                 ResetDone(

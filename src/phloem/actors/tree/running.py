@@ -29,15 +29,18 @@ class Running:
         self._at: dict[_Place, list[Lease]] = {}
 
     def meet(self, lease: Lease, position: int, budget: int) -> None:
-        """Enter `lease`, whose key is unknown from `position` on, and tell its leader, if any."""
+        """Enter `lease`, whose key is unknown from `position` on.
+
+        Its leader, if any, is asked for a state where they part, within `budget` (0: not asked).
+        """
         place = self._place(lease, position)
         if place is None:
             return
         waiting = self._at.setdefault(place, [])
-        if waiting:
+        if waiting and budget:
             leader = waiting[0]
             shared = self._shared_grid(leader, lease, position)
-            if shared > leader.anchor.end and shared > 0:
+            if shared > leader.anchor.end:
                 _want(leader, shared, budget)
         waiting.append(lease)
         lease.running_at = place
@@ -95,10 +98,25 @@ class Running:
             return None
         return key.root, offset, page
 
+    def leader_of(self, lease: Lease) -> tuple[Lease, int] | None:
+        """Who computes ahead of `lease`, and up to which grid position their keys are equal."""
+        place = lease.running_at
+        if place is None:
+            return None
+        leader = self._at[place][0]
+        if leader is lease:
+            return None
+        return leader, self._shared_grid(leader, lease, place[1] // TOKEN_BYTES)
+
     def _shared_grid(self, leader: Lease, other: Lease, position: int) -> int:
-        """The deepest grid position at which both keys are still equal, from `position` on."""
+        """The deepest grid position up to which both keys are equal; 0 when they part earlier.
+
+        Both are known to have the same page at `position`; what comes before it may differ.
+        """
         mine, theirs = leader.key.data, other.key.data
         offset = min(position * TOKEN_BYTES, len(mine), len(theirs))
+        if mine[:offset] != theirs[:offset]:
+            return 0
         shared = offset + common_bytes(mine, offset, len(mine), theirs, self._page_bytes, offset)
         return shared // TOKEN_BYTES // self._grid * self._grid
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from math import lcm
 from typing import Literal
 
-import msgspec
-
 from phloem.actors.actions import TREE, Action, EvictExcessPathStates, FreeDeviceSlots, Ids
 from phloem.actors.tree.eviction import (
     CandidateIndex,
@@ -21,99 +19,23 @@ from phloem.actors.tree.eviction import (
     policy_named,
     state_may_go,
 )
+from phloem.actors.tree.former import Former
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
-from phloem.actors.tree.leases import Lease, Leases, protected
+from phloem.actors.tree.leases import Lease, Leases
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.placement import Placement, choose_positions
 from phloem.actors.tree.radix import Radix, Walk
+from phloem.actors.tree.results import (
+    Evicted,
+    InsertResult,
+    Match,
+    PagesChanged,
+    TreeFigures,
+)
 from phloem.actors.tree.running import Running
 from phloem.errors import InvalidRequest, StaleHandle
 
-__all__ = ["Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
-
-Lost = Literal["last_token", "partial_page", "never_seen", "no_state"]
-
-
-class Match(msgspec.Struct, frozen=True, gc=False):
-    """How far a key is cached, in tokens; a snapshot, which later changes do not alter.
-
-    `usable`: what can be reused: one boundary at which every component can be served. `device`: the
-    deepest boundary that needs no load. `kv_prefix`: how far KV alone reaches. `branch_point`: the
-    deepest grid position beyond `usable` at which a state would turn known KV into a hit.
-    """
-
-    tokens: int
-    looked_up: int
-    usable: int
-    device: int
-    kv_prefix: int
-    branch_point: int | None
-    page_size: int
-
-    @property
-    def lost(self) -> dict[Lost, int]:
-        """Tokens not reused, by reason; they add up to `tokens - usable`."""
-        whole = self.looked_up // self.page_size * self.page_size
-        counts: dict[Lost, int] = {
-            "last_token": self.tokens - self.looked_up,
-            "partial_page": self.looked_up - whole,
-            "never_seen": whole - self.kv_prefix,
-            "no_state": self.kv_prefix - self.usable,
-        }
-        return {reason: count for reason, count in counts.items() if count}
-
-
-class PagesChanged(msgspec.Struct, frozen=True, gc=False):
-    """From token `start` on, later steps must read the tree's `pages` instead of the caller's."""
-
-    start: int
-    pages: Ids
-
-
-class InsertResult(msgspec.Struct, frozen=True, gc=False):
-    """What an insert did, in tokens: `reused` were there, `adopted` are the tree's from now on.
-
-    `pages_changed` lists the pages of the caller's table that gave way to the tree's own. `state`
-    says what became of the offered slot; in no case does the caller own it any longer.
-    """
-
-    reused: int
-    published: int
-    adopted: tuple[tuple[int, int], ...]
-    state: Literal["adopted", "duplicate", "none"]
-    pages_changed: tuple[PagesChanged, ...] = ()
-
-
-class Evicted(msgspec.Struct, frozen=True, gc=False):
-    """What an eviction freed, in pages and state slots."""
-
-    pages: int
-    states: int
-
-
-class TreeFigures(msgspec.Struct, frozen=True, gc=False):
-    """The tree in numbers: nodes, leases, and what it holds, protects and could give."""
-
-    generation: int
-    namespaces: int
-    nodes: int
-    leaves: int
-    leases: int
-    pages: int
-    pages_protected: int
-    states: int
-    states_protected: int
-
-    @property
-    def pages_evictable(self) -> int:
-        """Pages that no lease protects."""
-        return self.pages - self.pages_protected
-
-    @property
-    def states_evictable(self) -> int:
-        """States that no lease protects."""
-        return self.states - self.states_protected
-
+__all__ = ["Actions", "Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
 
 Actions = list[Action]
 
@@ -153,10 +75,7 @@ class Tree:
         self.generation = 0
         self.now = 0  # counts uses; the only clock of the tree
         self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
-        self._former: list[
-            tuple[Node, dict[bytes, Node]]
-        ] = []  # a reset's trees, being taken apart
-        self._former_released: list[Node] = []
+        self.former = Former(self.radix)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -244,9 +163,23 @@ class Tree:
                 breakpoints=breakpoints,
                 grid=self.grid,
             )
-            if self.placement.branch:
-                self.running.meet(lease, match.kv_prefix, self.placement.budget)
+        if self.enabled:
+            self._meet(lease, match.kv_prefix)
         return lease, match
+
+    def _meet(self, lease: Lease, position: int) -> None:
+        wants = self.has_states and self.placement.branch
+        self.running.meet(lease, position, self.placement.budget if wants else 0)
+
+    def progress_ahead(self, lease: Lease, more_than: int) -> Lease | None:
+        """Another request's lease that computes what `lease` needs next, if it is worth a wait.
+
+        It is when both keys are equal for more than `more_than` tokens beyond the boundary.
+        """
+        found = self.running.leader_of(lease)
+        if found is None or found[1] - lease.anchor.end <= more_than:
+            return None
+        return found[0]
 
     def fork(self, lease: Lease, *, owner: str) -> Lease:
         """A second lease at the same boundary, for a request that continues on its own.
@@ -267,6 +200,9 @@ class Tree:
         walk = self.radix.walk(key, self._whole(key, limit))
         anchor = self._anchor_of(walk)
         match = self._match_of(key, limit, walk, anchor)
+        if lease.running_at is not None and lease.running_at[1] != match.kv_prefix * TOKEN_BYTES:
+            self.running.leave(lease)
+            self._meet(lease, match.kv_prefix)
         if match.usable <= max(beyond, lease.boundary):
             return match
         if anchor is None or anchor.end < match.usable:
@@ -275,9 +211,6 @@ class Tree:
         self.now += 1
         self.leases.move(lease, anchor, self.now, with_state=self.has_states)
         lease.wanted = [wanted for wanted in lease.wanted if wanted.position > match.usable]
-        if lease.running_at is not None:
-            self.running.leave(lease)
-            self.running.meet(lease, match.kv_prefix, self.placement.budget)
         return match
 
     def release(self, lease: Lease) -> None:
@@ -290,7 +223,7 @@ class Tree:
         former = lease.generation != self.generation
         self.leases.end(lease, self.now, former=former)
         if former:
-            self._former_released.append(anchor)
+            self.former.released(anchor)
         elif anchor.parent is None:
             self.radix.drop_root_if_empty(anchor)
 
@@ -372,6 +305,20 @@ class Tree:
         if not isinstance(pages, array) or pages.typecode != "i":
             pages = array("i", pages)
         start = self.check_insert(key, length, len(pages), state, lease)
+        return self.insert_checked(key, length, start, pages, state, lease, owner, swap)
+
+    def insert_checked(
+        self,
+        key: TokenKey,
+        length: int,
+        start: int,
+        pages: Ids,
+        state: int,
+        lease: Lease | None,
+        owner: int,
+        swap: bool,
+    ) -> tuple[InsertResult, Actions]:
+        """`insert` of what `check_insert` has just let pass; it answered `start`."""
         stop = length // self.page_size * self.radix.page_bytes
         if not self.enabled or not stop:
             return self._give_all_back(pages, state, owner)
@@ -579,7 +526,7 @@ class Tree:
     def reset(self) -> None:
         """Start a new generation, empty. `sweep` gives back what the former one held."""
         self.generation += 1
-        self._former.extend((root, {}) for root in self.radix.detach_roots())
+        self.former.add(self.radix.detach_roots())
         self.kv_index.heap.clear()
         self.state_index.heap.clear()
         self._named.clear()
@@ -590,63 +537,13 @@ class Tree:
 
         What a lease of a former generation protects stays until that lease ends.
         """
-        actions: Actions = []
-        pages, states = array("i"), array("i")
-        frames = self._former
-        while frames and limit > 0:
-            limit -= 1
-            node, kept = frames[-1]
-            if node.children:
-                first, child = node.children.popitem()
-                if child.children:
-                    frames.append((child, {}))
-                elif protected(child):
-                    kept[first] = child
-                else:
-                    self._take_apart(child, pages, states)
-                continue
-            node.children = kept or None
-            frames.pop()
-            if node.parent is None:
-                continue
-            if kept or protected(node):
-                frames[-1][1][node.edge[: self.radix.page_bytes]] = node
-            else:
-                self._take_apart(node, pages, states)
-        while not frames and self._former_released and limit > 0:
-            limit -= 1
-            self._take_apart_upwards(self._former_released.pop(), pages, states)
-        if pages:
-            actions.append(FreeDeviceSlots("kv", pages, TREE))
-        if states:
-            actions.append(FreeDeviceSlots("state", states, TREE))
-        return bool(frames or self._former_released), actions
+        actions = self.former.sweep(limit)
+        return self.former.unfinished, actions
 
     @property
     def sweeping(self) -> bool:
         """True while `sweep` has something to do."""
-        return bool(self._former or self._former_released)
-
-    def _take_apart(self, node: Node, pages: Ids, states: Ids) -> None:
-        pages.extend(node.pages)
-        self.radix.nodes -= 1
-        self.radix.pages -= len(node.pages)
-        if node.state != NO_SLOT:
-            states.append(node.state)
-            self.radix.states -= 1
-        node.parent = None
-        node.children = None
-
-    def _take_apart_upwards(self, node: Node, pages: Ids, states: Ids) -> None:
-        """A former generation's lease has ended: its path goes as far as nobody needs it."""
-        while node.parent is not None and node.children is None and not protected(node):
-            parent = node.parent
-            assert parent.children is not None
-            del parent.children[node.edge[: self.radix.page_bytes]]
-            if not parent.children:
-                parent.children = None
-            self._take_apart(node, pages, states)
-            node = parent
+        return self.former.unfinished
 
     # -- small helpers -------------------------------------------------------------------------
 
