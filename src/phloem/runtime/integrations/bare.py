@@ -57,6 +57,9 @@ class BareRequest:
         """The next chunk; it ends at a multiple of `limit`."""
         return self.computed, min((self.computed // limit + 1) * limit, self._tokens)
 
+    def try_snapshot_slot(self, position: int) -> None:
+        """Nothing is kept."""
+
     def page_table(self) -> list[int]:
         """Its page ids from position 0 on."""
         return self._pages

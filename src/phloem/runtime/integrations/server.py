@@ -71,6 +71,7 @@ class Request(Protocol):
     async def finish(self, *, publish: Publish) -> object: ...
     def extend(self, tokens: Sequence[int]) -> object: ...
     def next_stop(self, limit: int) -> tuple[int, int]: ...
+    def try_snapshot_slot(self, position: int) -> int | None: ...
     def page_table(self) -> Sequence[int]: ...
 
 
@@ -202,12 +203,12 @@ class HybridServer(Generic[R]):
             raise RuntimeClosed("the server is not running")
         begun = self._clock()
         async with self.cache.request(prompt, id=id) as request:
-            async with self._turn:
-                self._may_decode.clear()
-                try:
+            try:
+                async with self._turn:
+                    self._may_decode.clear()
                     computed, logits = await self._prefill(request, prompt, max_new)
-                finally:
-                    self._may_decode.set()  # the next prompt clears it before a step can begin
+            finally:
+                self._may_decode.set()  # the next prompt has the turn by now and clears it
             first = self._clock()
             answer = await self._decode(request, logits, len(prompt), max_new)
             await request.finish(publish=self._publish)
@@ -301,14 +302,18 @@ class HybridServer(Generic[R]):
     async def _decode_step(self, answers: list[_Answer[R]]) -> None:
         """One token for each; whoever leaves meanwhile is left out of the next."""
         held = self._batch[1] if self._batch and self._batch[0] == answers else None
+        snapshots: list[tuple[int, int]] = []
         for answer in answers:
             answer.request.extend(answer.tokens[-1:])
+            if (slot := self._snapshot_slot(answer)) is not None:
+                snapshots.append((answer.request.state_slot or 0, slot))
         with self.cache.step([a.request for a in answers], stream=self._stream) as step:
             work = self._stream.run(
                 self._decode_rows,
                 held,
                 [answer.tokens[-1] for answer in answers],
                 [answer.row() for answer in answers],
+                snapshots,
             )
             step.launched({answer.request: answer.length + 1 for answer in answers})
         await _over(step)
@@ -321,8 +326,18 @@ class HybridServer(Generic[R]):
                 self._answers.remove(answer)
                 answer.done.set_result(None)
 
+    def _snapshot_slot(self, answer: _Answer[R]) -> int | None:
+        """Where to keep the state after the next token, if another turn could start from it."""
+        if self._publish != "all" or (answer.length + 1) % self._chunk:
+            return None
+        return answer.request.try_snapshot_slot(answer.length + 1)
+
     def _decode_rows(
-        self, batch: ModelCache | None, tokens: list[int], rows: list[Row]
+        self,
+        batch: ModelCache | None,
+        tokens: list[int],
+        rows: list[Row],
+        snapshots: list[tuple[int, int]],
     ) -> tuple[ModelCache, Tensor]:
         """On the worker thread."""
         if batch is None:
@@ -330,6 +345,8 @@ class HybridServer(Generic[R]):
         logits = self.model.decode(tokens, batch, [row.length for row in rows]).cpu()
         longer = [row._replace(length=row.length + 1) for row in rows]
         self.model.scatter_decoded(batch, self.pools, longer)
+        for source, target in snapshots:
+            self.model.copy_state(self.pools, source, target)
         return batch, logits
 
     def _fail(self, answers: Sequence[_Answer[R]], error: Exception) -> None:

@@ -336,6 +336,12 @@ class TransformersModel:
             states = _state(cache.layers[part.layer], part)
             pools.states[part.layer][part.name].index_copy_(0, index, states)
 
+    def copy_state(self, pools: DevicePools, source: int, target: int) -> None:
+        """Copies a state from slot to slot, in the order of the calls on the worker thread."""
+        for part in self._state_parts:
+            states = pools.states[part.layer][part.name]
+            states[target] = states[source]
+
     def _slots(self, slots: Sequence[int | None]) -> Tensor:
         """The slots as an index. Slot 0 stands for the none of a model without states."""
         if self._state_parts and any(not slot for slot in slots):
