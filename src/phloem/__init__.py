@@ -30,10 +30,11 @@ from phloem.errors import (
     StaleHandle,
     TransferFailed,
 )
-from phloem.runtime.cache import Admission, Admitted, CacheRuntime, PoolStats, Stats
+from phloem.runtime.cache import CacheRuntime, PoolStats, Stats
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.layout import ModelLayout
 from phloem.runtime.lease import Lease
+from phloem.runtime.nowait import Admission, Admitted
 from phloem.runtime.request import Request
 from phloem.runtime.step import Step
 

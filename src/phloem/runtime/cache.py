@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 import anyio
 import msgspec
@@ -17,20 +16,26 @@ from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
-from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tree import Evicted, InsertResult, Match, TreeFigures
-from phloem.cuda_streams.engine import CopyEngine, Fence, LoopPoster, Post, Stream
+from phloem.cuda_streams.engine import CopyEngine, LoopPoster, Post, Stream
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
-from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
+from phloem.errors import InvalidRequest, RuntimeClosed, StaleHandle
 from phloem.events import RuntimeStarted, RuntimeStopped, Sink
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.core import Core
 from phloem.runtime.lease import Lease
+from phloem.runtime.nowait import (
+    Nowait,
+    insert_message,
+    lease_and_match,
+    limit_of,
+    release_handle,
+)
 from phloem.runtime.request import Request, check_breakpoints
 from phloem.runtime.step import Step
 
-__all__ = ["Admission", "Admitted", "CacheRuntime", "Nowait", "PoolStats", "Stats"]
+__all__ = ["CacheRuntime", "PoolStats", "Stats"]
 
 EngineFactory = Callable[[Post], CopyEngine]
 
@@ -58,22 +63,6 @@ class Stats(msgspec.Struct, frozen=True):
     actions: dict[str, int]
     refused_checkpoints: int
     leases_leaked: int
-
-
-class Admission(msgspec.Struct, frozen=True):
-    """One item of `admit_many`: lease what `key` matches and reserve pages and states for it."""
-
-    key: Tokens
-    pages: int
-    states: int = 0
-    owner: str = ""
-
-
-class Admitted(msgspec.Struct, frozen=True):
-    """An admission that succeeded: both are the caller's to give back."""
-
-    lease: Lease
-    grant: Grant
 
 
 class CacheRuntime:
@@ -282,9 +271,11 @@ class CacheRuntime:
         name = id or core.next_id()
         if name in core.requests:
             raise InvalidRequest(f"request {name!r} is running")
-        message = m.Open(key, _limit(key, whole), name, check_breakpoints(breakpoints, key.length))
+        message = m.Open(
+            key, limit_of(key, whole), name, check_breakpoints(breakpoints, key.length)
+        )
         opened = await core.domain.call(core.tree_actor, message, _undo_lease(core))
-        lease, match = _lease_and_match(opened)
+        lease, match = lease_and_match(opened)
         if name in core.requests:  # opened by somebody else while this call was queued
             core.release_lease(lease)
             raise InvalidRequest(f"request {name!r} is running")
@@ -318,7 +309,7 @@ class CacheRuntime:
         """How far a prompt is cached; a pure read."""
         core = self.core
         key = TokenKey.of(tokens, namespace)
-        message = m.Match(key, _limit(key, whole))
+        message = m.Match(key, limit_of(key, whole))
         match = await core.domain.call(core.tree_actor, message, _undo_nothing)
         assert isinstance(match, Match)
         return match
@@ -334,9 +325,9 @@ class CacheRuntime:
         """Lease the deepest boundary; a cancelled caller leaves nothing behind."""
         core = self.core
         key = TokenKey.of(tokens, namespace)
-        message = m.Acquire(key, _limit(key, whole), owner)
+        message = m.Acquire(key, limit_of(key, whole), owner)
         acquired = await core.domain.call(core.tree_actor, message, _undo_lease(core))
-        return Lease(core, *_lease_and_match(acquired))
+        return Lease(core, *lease_and_match(acquired))
 
     async def allocate(
         self,
@@ -365,7 +356,7 @@ class CacheRuntime:
         caller. `after`: the step that still writes what is offered.
         """
         core = self.core
-        message = _insert_message(tokens, pages, state, lease, namespace, after, swap)
+        message = insert_message(tokens, pages, state, lease, namespace, after, swap)
         result = await core.domain.call(core.tree_actor, message)
         assert isinstance(result, InsertResult)
         return result
@@ -382,7 +373,7 @@ class CacheRuntime:
 
         Raises `StaleHandle` for a lease released before and for another runtime's handles.
         """
-        _release(self.core, handle, after)
+        release_handle(self.core, handle, after)
 
     # -- the whole -----------------------------------------------------------------------------
 
@@ -419,107 +410,9 @@ class CacheRuntime:
         return generation
 
 
-class Nowait:
-    """The same operations without `await`: they never suspend and never wait for room.
-
-    For a scheduler that decides about a whole batch in one step.
-    """
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    def match(
-        self, tokens: Tokens, *, namespace: Namespace | None = None, whole: bool = False
-    ) -> Match:
-        """How far a prompt is cached; a pure read."""
-        core = self._core
-        key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens, namespace)
-        match = core.domain.run(core.tree_actor, m.Match(key, _limit(key, whole)))
-        assert isinstance(match, Match)
-        return match
-
-    def acquire(
-        self,
-        tokens: Tokens,
-        *,
-        namespace: Namespace | None = None,
-        owner: str = "",
-        whole: bool = False,
-    ) -> Lease:
-        """Lease the deepest boundary."""
-        core = self._core
-        key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens, namespace)
-        acquired = core.domain.run(core.tree_actor, m.Acquire(key, _limit(key, whole), owner))
-        return Lease(core, *_lease_and_match(acquired))
-
-    def allocate(self, *, pages: int = 0, states: int = 0, owner: str = "") -> Grant:
-        """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
-        return self._core.allocate_nowait(pages, states, owner)
-
-    def insert(
-        self,
-        tokens: Tokens,
-        *,
-        pages: Ids | Sequence[int],
-        state: int = 0,
-        lease: Lease | None = None,
-        namespace: Namespace | None = None,
-        after: Step | None = None,
-        swap: bool = True,
-    ) -> InsertResult:
-        """Publish data; see `CacheRuntime.insert`."""
-        core = self._core
-        message = _insert_message(tokens, pages, state, lease, namespace, after, swap)
-        result = core.domain.run(core.tree_actor, message)
-        assert isinstance(result, InsertResult)
-        return result
-
-    def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
-        """Free at least so much, if nothing protects it."""
-        gone = self._core.domain.run(self._core.tree_actor, m.Evict(pages, states))
-        assert isinstance(gone, Evicted)
-        return gone
-
-    def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
-        """Give back a lease, or what is left of a grant."""
-        _release(self._core, handle, after)
-
-    def match_many(self, keys: Iterable[Tokens], *, whole: bool = False) -> list[Match]:
-        """Match a batch of prompts."""
-        return [self.match(key, whole=whole) for key in keys]
-
-    def admit_many(self, admissions: Iterable[Admission]) -> list[Admitted | NoRoom]:
-        """Match, lease and reserve for each in turn; what finds no room leaves nothing behind."""
-        answers: list[Admitted | NoRoom] = []
-        for admission in admissions:
-            lease = self.acquire(admission.key, owner=admission.owner)
-            try:
-                grant = self.allocate(
-                    pages=admission.pages, states=admission.states, owner=admission.owner
-                )
-            except NoRoom as error:
-                lease.release()
-                answers.append(error)
-            except BaseException:
-                lease.release()
-                raise
-            else:
-                answers.append(Admitted(lease, grant))
-        return answers
-
-
-def _limit(key: TokenKey, whole: bool) -> int:
-    """Tokens to look up: all but the last, which must be computed for its logits."""
-    return key.length if whole or not key.length else key.length - 1
-
-
-def _lease_and_match(answer: object) -> tuple[TreeLease, Match]:
-    return cast("tuple[TreeLease, Match]", answer)
-
-
 def _undo_lease(core: Core) -> Callable[[object], None]:
     def undo(answer: object) -> None:
-        lease, _ = _lease_and_match(answer)
+        lease, _ = lease_and_match(answer)
         if not core.stopped:
             core.domain.send(core.tree_actor, m.Release(lease))
 
@@ -528,41 +421,3 @@ def _undo_lease(core: Core) -> Callable[[object], None]:
 
 def _undo_nothing(answer: object) -> None:
     del answer
-
-
-def _insert_message(
-    tokens: Tokens,
-    pages: Ids | Sequence[int],
-    state: int,
-    lease: Lease | None,
-    namespace: Namespace | None,
-    after: Step | None,
-    swap: bool,
-) -> m.Insert:
-    key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens, namespace)
-    fences: tuple[Fence, ...] = () if after is None else (after.fence,)
-    inner = None if lease is None else lease.inner
-    owner = None if inner is None else inner.owner
-    return m.Insert(key, key.length, _ids(pages), int(state), inner, owner, swap, fences)
-
-
-def _ids(pages: Ids | Sequence[int]) -> Ids:
-    """The caller's ids in an array of our own, which it cannot write to later."""
-    if isinstance(pages, array) and pages.typecode == "i":
-        return pages[:]
-    try:
-        return array("i", pages)
-    except (TypeError, OverflowError) as error:
-        raise InvalidRequest(f"page ids are 32-bit integers: {error}") from None
-
-
-def _release(core: Core, handle: Lease | Grant, after: Step | None) -> None:
-    fences: tuple[Fence, ...] = () if after is None or after.fence.passed else (after.fence,)
-    if isinstance(handle, Grant):
-        if handle.ledger is not core.ledger:
-            raise StaleHandle(f"{handle} is of another runtime")
-        core.release_grant(handle, fences)
-    elif fences:
-        core.release_lease_after(handle.inner, fences)
-    else:
-        core.release_lease(handle.inner)

@@ -212,4 +212,3 @@ class Core:
 def _granted(answer: object) -> Grant:
     assert isinstance(answer, Grant)
     return answer
-

@@ -1,0 +1,185 @@
+"""The operations without `await`, for a scheduler that decides about a batch in one step.
+
+Also what these forms and the awaiting ones share: how a call becomes a message.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import msgspec
+
+from phloem.actors import messages as m
+from phloem.actors.actions import Ids
+from phloem.actors.allocator import Grant
+from phloem.actors.tree.keys import Namespace, TokenKey, Tokens
+from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.results import Evicted, InsertResult, Match
+from phloem.cuda_streams.engine import Fence
+from phloem.errors import InvalidRequest, NoRoom, StaleHandle
+from phloem.runtime.core import Core
+from phloem.runtime.lease import Lease
+from phloem.runtime.step import Step
+
+__all__ = [
+    "Admission",
+    "Admitted",
+    "Nowait",
+    "insert_message",
+    "lease_and_match",
+    "limit_of",
+    "release_handle",
+]
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """One item of `admit_many`: lease what `key` matches and reserve pages and states for it."""
+
+    key: Tokens
+    pages: int
+    states: int = 0
+    owner: str = ""
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """An admission that succeeded: both are the caller's to give back."""
+
+    lease: Lease
+    grant: Grant
+
+
+class Nowait:
+    """The same operations as the runtime's: they never suspend and never wait for room."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._domain = core.domain
+        self._tree = core.tree_actor
+
+    def match(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, whole: bool = False
+    ) -> Match:
+        """How far a prompt is cached; a pure read."""
+        key = TokenKey.of(tokens, namespace)
+        match = self._domain.run(self._tree, m.Match(key, limit_of(key, whole)))
+        assert isinstance(match, Match)
+        return match
+
+    def acquire(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = None,
+        owner: str = "",
+        whole: bool = False,
+    ) -> Lease:
+        """Lease the deepest boundary."""
+        key = TokenKey.of(tokens, namespace)
+        acquired = self._domain.run(self._tree, m.Acquire(key, limit_of(key, whole), owner))
+        return Lease(self._core, *lease_and_match(acquired))
+
+    def allocate(self, *, pages: int = 0, states: int = 0, owner: str = "") -> Grant:
+        """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
+        return self._core.allocate_nowait(pages, states, owner)
+
+    def insert(
+        self,
+        tokens: Tokens,
+        *,
+        pages: Ids | Sequence[int],
+        state: int = 0,
+        lease: Lease | None = None,
+        namespace: Namespace | None = None,
+        after: Step | None = None,
+        swap: bool = True,
+    ) -> InsertResult:
+        """Publish data; see `CacheRuntime.insert`."""
+        message = insert_message(tokens, pages, state, lease, namespace, after, swap)
+        result = self._domain.run(self._tree, message)
+        assert isinstance(result, InsertResult)
+        return result
+
+    def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
+        """Free at least so much, if nothing protects it."""
+        gone = self._domain.run(self._tree, m.Evict(pages, states))
+        assert isinstance(gone, Evicted)
+        return gone
+
+    def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
+        """Give back a lease, or what is left of a grant."""
+        release_handle(self._core, handle, after)
+
+    def match_many(self, keys: Iterable[Tokens], *, whole: bool = False) -> list[Match]:
+        """Match a batch of prompts."""
+        return [self.match(key, whole=whole) for key in keys]
+
+    def admit_many(self, admissions: Iterable[Admission]) -> list[Admitted | NoRoom]:
+        """Match, lease and reserve for each in turn; what finds no room leaves nothing behind."""
+        answers: list[Admitted | NoRoom] = []
+        for admission in admissions:
+            lease = self.acquire(admission.key, owner=admission.owner)
+            try:
+                grant = self.allocate(
+                    pages=admission.pages, states=admission.states, owner=admission.owner
+                )
+            except NoRoom as error:
+                lease.release()
+                answers.append(error)
+            except BaseException:
+                lease.release()
+                raise
+            else:
+                answers.append(Admitted(lease, grant))
+        return answers
+
+
+def limit_of(key: TokenKey, whole: bool) -> int:
+    """Tokens to look up: all but the last, which must be computed for its logits."""
+    return key.length if whole or not key.length else key.length - 1
+
+
+def lease_and_match(answer: object) -> tuple[TreeLease, Match]:
+    """The answer to `Acquire` and `Open`."""
+    return cast("tuple[TreeLease, Match]", answer)
+
+
+def insert_message(
+    tokens: Tokens,
+    pages: Ids | Sequence[int],
+    state: int,
+    lease: Lease | None,
+    namespace: Namespace | None,
+    after: Step | None,
+    swap: bool,
+) -> m.Insert:
+    """Raises `InvalidRequest` for tokens or ids that are none."""
+    key = TokenKey.of(tokens, namespace)
+    fences: tuple[Fence, ...] = () if after is None else (after.fence,)
+    inner = None if lease is None else lease.inner
+    owner = None if inner is None else inner.owner
+    return m.Insert(key, key.length, _ids(pages), int(state), inner, owner, swap, fences)
+
+
+def _ids(pages: Ids | Sequence[int]) -> Ids:
+    """The caller's ids in an array of our own, which it cannot write to later."""
+    if isinstance(pages, array) and pages.typecode == "i":
+        return pages[:]
+    try:
+        return array("i", pages)
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest(f"page ids are 32-bit integers: {error}") from None
+
+
+def release_handle(core: Core, handle: Lease | Grant, after: Step | None) -> None:
+    """Give back a lease or a grant, once the step `after` has ended."""
+    fences: tuple[Fence, ...] = () if after is None or after.fence.passed else (after.fence,)
+    if isinstance(handle, Grant):
+        if handle.ledger is not core.ledger:
+            raise StaleHandle(f"{handle} is of another runtime")
+        core.release_grant(handle, fences)
+    elif fences:
+        core.release_lease_after(handle.inner, fences)
+    else:
+        core.release_lease(handle.inner)
