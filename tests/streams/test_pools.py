@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
 import torch
 
+from phloem.cuda_streams.batches import Copy, CopyBatch
+from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
+from phloem.cuda_streams.threads import ThreadEngine
 from phloem.errors import InvalidRequest
 from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec
+
+KV = dict[int, tuple[torch.Tensor, torch.Tensor]]
+States = dict[int, dict[str, torch.Tensor]]
 
 RECURRENT = StateSpec("recurrent", (4, 8, 8), "float32", layers=6)
 CONV = StateSpec("conv", (5, 3), "bfloat16", layers=6)  # 30 bytes: not a multiple of a word
@@ -187,6 +194,87 @@ class TestDevicePools:
     def test_bad_sizes(self, sizes: dict[str, int], message: str) -> None:
         with pytest.raises(InvalidRequest, match=message):
             DevicePools.allocate(HYBRID, **({"pages": 2, "states": 2, "page_size": 1} | sizes))
+
+
+class TestAdopted:
+    """A framework's tensors: K and V interleaved in one cache, states in a slice of a buffer."""
+
+    def tensors(self) -> tuple[KV, States]:
+        cache = torch.zeros((6, 2, 4, 2, 8), dtype=torch.bfloat16)  # [pages, k or v, page, ...]
+        k, v = torch.zeros((2, 6, 4, 2, 8), dtype=torch.bfloat16)
+        kv = {3: (cache[:, 0], cache[:, 1]), 7: (k, v)}
+        states = {
+            number: {
+                "recurrent": torch.zeros((10, 4, 8, 8))[2:7],
+                "conv": torch.zeros((5, 5, 3), dtype=torch.bfloat16),
+            }
+            for number in range(8)
+            if HYBRID.layers[number].states
+        }
+        return kv, states
+
+    def test_views_of_the_same_memory(self) -> None:
+        kv, states = self.tensors()
+        pools = DevicePools.adopt(HYBRID, page_size=4, kv=kv, states=states)
+        assert (pools.pages, pools.slots) == (6, 5)
+        assert pools.page_bytes == 4 * HYBRID.kv_bytes_per_token
+        assert pools.slot_bytes == HYBRID.state_bytes, "no padding: the tensors are the caller's"
+        kv[3][1][2].fill_(1)
+        k_rows, v_rows = pools.kv_rows.parts(3)
+        assert v_rows[2].any() and not k_rows.any() and not v_rows[3].any()
+        recurrent, conv = pools.state_rows.parts(0)
+        recurrent[4].fill_(1)
+        conv[1].fill_(1)
+        assert states[0]["recurrent"][4].any() and not states[0]["recurrent"][:4].any()
+        assert states[0]["conv"][1].any() and not states[0]["conv"][2:].any()
+        assert pools.kv[3].v is kv[3][1]
+        host = HostPools.allocate(pools, pages=3, states=3)
+        assert host.kv_rows.part_bytes == pools.kv_rows.part_bytes
+        (conv,) = {part.untyped_storage().nbytes() for part in host.state_rows.parts(0)}
+        assert host.nbytes == conv + 3 * pools.page_bytes, "alignment is counted"
+
+    async def test_there_and_back(self) -> None:
+        kv, states = self.tensors()
+        pools = DevicePools.adopt(HYBRID, page_size=4, kv=kv, states=states)
+        host = HostPools.allocate(pools, pages=3, states=3)
+        for named in states.values():
+            for tensor in named.values():
+                tensor.copy_(torch.randn(tensor.shape))
+        kv[3][1].copy_(torch.randn(kv[3][1].shape))
+        want = (kv[3][1][5].clone(), states[1]["conv"][4].clone())
+        engine = ThreadEngine(LoopPoster(asyncio.get_running_loop()))
+        down = Copy(pools.kv_rows, host.kv_rows, [5], [1])
+        state_down = Copy(pools.state_rows, host.state_rows, [4], [2])
+        await engine.submit(CopyBatch("d2h", (down, state_down)))
+        up = Copy(host.kv_rows, pools.kv_rows, [1], [2])
+        state_up = Copy(host.state_rows, pools.state_rows, [2], [1])
+        await engine.submit(CopyBatch("h2d", (up, state_up)))
+        assert torch.equal(kv[3][1][2], want[0]) and torch.equal(states[1]["conv"][1], want[1])
+        engine.close()
+
+    def test_refused(self) -> None:
+        def adopt(number: int, name: str, tensor: torch.Tensor | None) -> None:
+            kv, states = self.tensors()
+            if tensor is None:
+                states[number].pop(name)
+            elif name in ("k", "v"):
+                kv[number] = (tensor, kv[number][1]) if name == "k" else (kv[number][0], tensor)
+            else:
+                states.setdefault(number, {})[name] = tensor
+            DevicePools.adopt(HYBRID, page_size=4, kv=kv, states=states)
+
+        k = torch.zeros((6, 4, 2, 8), dtype=torch.bfloat16)
+        for number, name, tensor, message in (
+            (3, "k", k.float(), "k of layer 3 must be bfloat16"),
+            (3, "v", k[:, :3], "v of layer 3 must be bfloat16"),
+            (3, "k", k.transpose(1, 2).contiguous().transpose(1, 2), "k of layer 3 has holes"),
+            (7, "v", k[:5], "differ in their first size"),
+            (7, "v", k.to("meta"), "one device"),
+            (0, "conv", None, "missing .*'conv'"),
+            (3, "conv", k, "surplus .*'conv'"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                adopt(number, name, tensor)
 
 
 class TestHostPools:

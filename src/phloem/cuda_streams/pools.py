@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class RowPool:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over all layers."""
-        return sum(map(sum, self.part_bytes))
+        """Bytes of one row over all layers, alignment included."""
+        return sum(map(sum, self.part_bytes)) if self.whole is None else self.whole.shape[1]
 
     @property
     def is_meta(self) -> bool:
@@ -140,6 +140,34 @@ def _kv_layer(
 def _state(spec: StateSpec, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows = torch.zeros((slots, aligned(spec.nbytes)), dtype=torch.uint8, device=device)
     return _typed(rows[:, : spec.nbytes], spec.dtype, spec.shape), rows
+
+
+class _Wanted(NamedTuple):
+    """What the layout says about one adopted tensor."""
+
+    pool: str
+    layer: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _adopted_rows(name: str, tensor: Tensor, want: _Wanted) -> Tensor:
+    """The rows of an adopted tensor, uint8 [n, bytes]; a view."""
+    if tensor.dtype != torch_dtype(want.dtype) or tuple(tensor.shape[1:]) != want.shape:
+        raise InvalidRequest(
+            f"{name} must be {want.dtype} [n, {', '.join(map(str, want.shape))}], "
+            f"not {tensor.dtype} {list(tensor.shape)}"
+        )
+    if not tensor[:1].is_contiguous():
+        raise InvalidRequest(f"{name} has holes within a row: strides {tensor.stride()}")
+    return tensor.view(tensor.shape[0], -1).view(torch.uint8)
+
+
+def _count(pool: str, layers: list[list[Tensor]]) -> int:
+    counts = {len(part) for parts in layers for part in parts}
+    if len(counts) > 1:
+        raise InvalidRequest(f"tensors of {pool} differ in their first size: {sorted(counts)}")
+    return counts.pop() if counts else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +228,58 @@ class DevicePools:
             device=where,
         )
 
+    @classmethod
+    def adopt(
+        cls,
+        layout: Layered,
+        *,
+        page_size: int,
+        kv: Mapping[int, tuple[Tensor, Tensor]],
+        states: Mapping[int, Mapping[str, Tensor]],
+    ) -> DevicePools:
+        """A framework's own tensors as pools; nothing is copied.
+
+        `kv[layer]` are keys and values as [pages, page_size, heads, dim], `states[layer][name]` are
+        [slots, *shape]. Pages (slots) may be any distance apart, but each must be dense in itself.
+        Raises InvalidRequest for missing or surplus layers and names, other shapes or dtypes than
+        the layout's, pages (slots) with holes, and tensors that differ in count or device.
+        """
+        wanted: dict[str, _Wanted] = {}
+        given: dict[str, Tensor] = {}
+        for number, layer in enumerate(layout.layers):
+            if layer.kv is not None:
+                for name, shape in (("k", layer.kv.key), ("v", layer.kv.value)):
+                    key = f"{name} of layer {number}"
+                    wanted[key] = _Wanted("kv", number, layer.kv.dtype, (page_size, *shape))
+            for spec in layer.states:
+                key = f"state {spec.name!r} of layer {number}"
+                wanted[key] = _Wanted("states", number, spec.dtype, spec.shape)
+        for number, (k, v) in kv.items():
+            given |= {f"k of layer {number}": k, f"v of layer {number}": v}
+        for number, named in states.items():
+            given |= {f"state {name!r} of layer {number}": one for name, one in named.items()}
+        if given.keys() != wanted.keys():
+            missing, surplus = wanted.keys() - given.keys(), given.keys() - wanted.keys()
+            raise InvalidRequest(f"missing {sorted(missing)}, surplus {sorted(surplus)}")
+        parts: dict[str, list[list[Tensor]]] = {
+            pool: [[] for _ in layout.layers] for pool in ("kv", "states")
+        }
+        for name, want in wanted.items():
+            parts[want.pool][want.layer].append(_adopted_rows(name, given[name], want))
+        devices = {str(tensor.device) for tensor in given.values()}
+        if len(devices) != 1:
+            raise InvalidRequest(f"one device is needed, not {sorted(devices)}")
+        counts = {pool: _count(pool, layers) for pool, layers in parts.items()}
+        _check_sizes(layout.layers, counts["kv"], counts["states"], page_size)
+        return cls(
+            page_size=page_size,
+            kv={number: LayerKV(k, v) for number, (k, v) in sorted(kv.items())},
+            states={number: dict(named) for number, named in sorted(states.items())},
+            kv_rows=RowPool("device kv", "device", counts["kv"], parts["kv"]),
+            state_rows=RowPool("device states", "device", counts["states"], parts["states"]),
+            device=next(iter(given.values())).device,
+        )
+
     @property
     def pages(self) -> int:
         """Pages, the reserved page 0 included."""
@@ -252,7 +332,7 @@ class HostPools:
         for what, count in (("pages", pages), ("states", states)):
             if count < 0:
                 raise InvalidRequest(f"{what} is {count}; at least 0")
-        asked = pages * like.page_bytes + states * like.slot_bytes
+        asked = pages * _row_bytes(like.kv_rows) + states * _row_bytes(like.state_rows)
         if asked > (left := available()):
             raise HostMemoryShort(asked, left)
         return cls(
@@ -267,11 +347,15 @@ class HostPools:
         return sum(pool.count * pool.row_bytes for pool in pools)
 
 
+def _row_bytes(like: RowPool) -> int:
+    """Bytes of a page-first row for the parts of `like`."""
+    return sum(aligned(size) for sizes in like.part_bytes for size in sizes)
+
+
 def _page_first(
     name: str, like: RowPool, count: int, memory: Callable[[int, int], HostMemory]
 ) -> RowPool:
-    row_bytes = sum(aligned(size) for sizes in like.part_bytes for size in sizes)
-    rows, piece_rows = memory(count, row_bytes)
+    rows, piece_rows = memory(count, _row_bytes(like))
     layers: list[list[Tensor]] = []
     start = 0
     for sizes in like.part_bytes:
