@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from phloem.actors.actions import FreeDeviceSlots, Ids
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
@@ -45,13 +45,11 @@ class Grant:
 
 
 class TreeView:
-    """What the allocator may know of the tree: its figures, and who holds leases."""
+    """What the allocator may know of the tree: its figures, and the owners of leases."""
 
-    def __init__(
-        self, figures: Callable[[], TreeFigures], owners: Callable[[], Iterator[str]]
-    ) -> None:
+    def __init__(self, figures: Callable[[], TreeFigures], owners: Collection[str]) -> None:
         self.figures = figures
-        self.lease_owners = owners
+        self.lease_owners = owners  # as they are at any time
 
 
 class _Waiter:
@@ -80,6 +78,7 @@ class AllocatorActor:
         self._holders: deque[_Waiter] = deque()
         self._newcomers: deque[_Waiter] = deque()
         self._asking: _Waiter | None = None  # for whom the tree is making room
+        self._moved = False  # something has changed since it was asked
         self.handlers: Handlers = {
             Allocate: self._on_allocate,
             FreeDeviceSlots: self._on_free,
@@ -160,13 +159,16 @@ class AllocatorActor:
         return Grant(self._ledger, account, message.owner, pages, states)
 
     def _is_holder(self, message: Allocate) -> bool:
-        return message.account in self._ledger.accounts or message.owner in self._holding()
+        ledger = self._ledger
+        return (
+            message.account in ledger.accounts
+            or message.owner in ledger.owners
+            or message.owner in self._view.lease_owners
+        )
 
     def _holding(self) -> set[str]:
         """The owners that hold places outside the tree, or a lease."""
-        owners = {account.owner for account in self._ledger.accounts.values()}
-        owners.update(self._view.lease_owners())
-        return owners
+        return {*self._ledger.owners, *self._view.lease_owners}
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -197,7 +199,11 @@ class AllocatorActor:
         return None
 
     def _remove(self, waiter: _Waiter) -> None:
-        (self._holders if waiter.holder else self._newcomers).remove(waiter)
+        queue = self._holders if waiter.holder else self._newcomers
+        if queue[0] is waiter:
+            queue.popleft()
+        else:
+            queue.remove(waiter)
 
     def _ask(self, waiter: _Waiter) -> None:
         assert self._tree is not None
@@ -215,7 +221,9 @@ class AllocatorActor:
 
     def _on_made_room(self, message: MadeRoom) -> None:
         del message
-        self._asking = None
+        asker, self._asking = self._asking, None
+        if self._moved:
+            self._untry(asker)
         self._pump()
 
     def _on_retry(self, message: Retry) -> None:
@@ -224,11 +232,17 @@ class AllocatorActor:
 
     def _changed(self) -> None:
         """Something may be possible now that was not before."""
-        if not self._holders and not self._newcomers:
-            return
+        if self._asking is not None:
+            self._moved = True  # the tree's answer is on its way, and with it comes a look around
+        elif self._holders or self._newcomers:
+            self._untry()
+            self._pump()
+
+    def _untry(self, asker: _Waiter | None = None) -> None:
+        """The tree may be able to help again, though not the one it has just made room for."""
+        self._moved = False
         for waiter in (*self._holders, *self._newcomers):
-            waiter.tried = waiter is self._asking
-        self._pump()
+            waiter.tried = waiter is asker
 
     def _retry_soon(self) -> None:
         """A waiter has left, which may let the next one go on."""

@@ -9,6 +9,7 @@ integers. Runs longer than a dozen ids are checked and written by numpy in one g
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from struct import Struct
 
@@ -228,6 +229,7 @@ class Ledger:
         self.kv = Pool("kv", pages)
         self.state = Pool("state", states)
         self.accounts: dict[int, Account] = {}
+        self.owners: dict[str, int] = {}  # how many accounts each has
         self.waiting = 0  # allocations that wait; the tree tells the allocator when that may help
         self._next = 0
 
@@ -241,6 +243,7 @@ class Ledger:
         if held is None:
             self._next = number = self._next + 1
             held = self.accounts[number] = Account(number, owner)
+            self.owners[owner] = self.owners.get(owner, 0) + 1
             page_ids = self.kv.take(pages, number)
             held.whole = page_ids[:]  # the caller may write to its own
         else:
@@ -269,7 +272,15 @@ class Ledger:
         if pages:
             held.whole = None
         if not held.pages and not held.states:
-            del self.accounts[account]
+            self._close(held)
+
+    def _close(self, account: Account) -> None:
+        del self.accounts[account.number]
+        others = self.owners[account.owner] - 1
+        if others:
+            self.owners[account.owner] = others
+        else:
+            del self.owners[account.owner]
 
     def account_of(self, pages: Ids, state: int, owner: str | None) -> int:
         """The one account that owns all `pages` and `state`, gathering them there if need be.
@@ -332,6 +343,7 @@ class Ledger:
         self.state.audit()
         assert sum(a.pages for a in self.accounts.values()) == self.kv.granted
         assert sum(a.states for a in self.accounts.values()) == self.state.granted
+        assert Counter(a.owner for a in self.accounts.values()) == self.owners
         for number, account in self.accounts.items():
             assert len(self.kv.owned_by(number)) == account.pages, f"pages of account {number}"
             assert len(self.state.owned_by(number)) == account.states, f"states of {number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 import anyio
 
@@ -56,7 +56,7 @@ class Core:
         self.ledger = Ledger(pools.pages, pools.slots)
         self.domain = Domain(inline=config.inline, capacity=config.queue_max, on_crash=on_crash)
         self.tree_actor = TreeActor(self.domain, self.tree, self.ledger, emit)
-        view = TreeView(self.tree.figures, self._lease_owners)
+        view = TreeView(self.tree.figures, self.tree.leases.owners)
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
         self.transfer = TransferActor(self.domain, engine, pools, emit)
         self.tree_actor.connect(self.allocator, self.transfer)
@@ -68,9 +68,6 @@ class Core:
         self.closing = False
         self._leaked: deque[TreeLease] = deque()
         self._ids = 0
-
-    def _lease_owners(self) -> Iterator[str]:
-        return (lease.owner for lease in self.tree.leases.live.values())
 
     # -- messages ------------------------------------------------------------------------------
 

@@ -349,10 +349,7 @@ class TreeActor:
 
     def _on_make_room(self, message: m.MakeRoom) -> None:
         assert self._allocator is not None
-        figures = self.tree.figures()
-        enough = (
-            message.pages <= figures.pages_evictable and message.states <= figures.states_evictable
-        )
+        enough = self.tree.can_evict(message.pages, message.states)
         if enough:
             gone, actions = self.tree.evict(message.pages, message.states)
             self._tell_evicted(gone, "room", message.owner)

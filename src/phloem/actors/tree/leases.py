@@ -90,6 +90,7 @@ class Leases:
         self._kv_index = kv_index
         self._state_index = state_index
         self.live: dict[int, Lease] = {}
+        self.owners: dict[str, int] = {}  # how many live leases each has
         self.pages_protected = 0
         self.states_protected = 0
         self._next_id = 0
@@ -101,6 +102,7 @@ class Leases:
         self._next_id += 1
         lease = Lease(self._next_id, owner, generation, key, anchor, with_state)
         self.live[lease.id] = lease
+        self.owners[owner] = self.owners.get(owner, 0) + 1
         self._protect(anchor)
         if with_state:
             self._protect_state(anchor)
@@ -117,6 +119,11 @@ class Leases:
         self._unprotect(lease.anchor, now, former)
         lease.live = False
         del self.live[lease.id]
+        others = self.owners[lease.owner] - 1
+        if others:
+            self.owners[lease.owner] = others
+        else:
+            del self.owners[lease.owner]
 
     def end_state(self, lease: Lease, now: int, *, former: bool = False) -> None:
         """Give up the state part of a live lease."""

@@ -114,6 +114,14 @@ class Tree:
             states_protected=self.leases.states_protected,
         )
 
+    def can_evict(self, pages: int, states: int) -> bool:
+        """Whether so much is cached that no lease protects."""
+        radix, leases = self.radix, self.leases
+        return (
+            pages <= radix.pages - leases.pages_protected
+            and states <= radix.states - leases.states_protected
+        )
+
     # -- leases --------------------------------------------------------------------------------
 
     def acquire(
