@@ -10,8 +10,8 @@ import pytest
 
 from phloem.actors.tree import TokenKey, Tree
 from phloem.actors.tree.audit import audit_tree
-from phloem.actors.tree.eviction import Lru
 from phloem.actors.tree.node import Node
+from phloem.actors.tree.policies import Lru
 
 DEEP = 200_000
 

@@ -13,9 +13,9 @@ from tree.support import CALLER, World, is_protected, run
 
 from phloem.actors.actions import FreeDeviceSlots
 from phloem.actors.tree import Lease, Namespace, Placement, TokenKey, Tree
-from phloem.actors.tree.eviction import Lru
 from phloem.actors.tree.keys import TOKEN_BYTES, common_bytes
 from phloem.actors.tree.node import Node
+from phloem.actors.tree.policies import Lru
 from phloem.errors import InvalidRequest, StaleHandle
 
 PAGES = pytest.mark.parametrize("page", [4, 16, 64, 128])

@@ -38,7 +38,8 @@ def marked_world() -> tuple[World, Node, dict[str, object]]:
         world.pin(run(1, END))
     child = world.pin(run(1, END))
     world.publish(run(1, 7), lease=child)
-    node.stamp, node.state_stamp, node.hits = 41, 42, 43
+    node.stamp, node.state_stamp, node.hits, node.born = 41, 42, 43, 44
+    node.priority, node.keep_until, node.sessions = 45, 46, 47
     before = {name: getattr(node, name) for name in SPLIT_RULES}
     for name in set(SPLIT_RULES) - {"parent"}:
         assert before[name], f"{name} has no value to follow"
@@ -77,6 +78,7 @@ def test_s196_links_and_protection_after_a_cut() -> None:
     assert (node.id, node.children) == (before["id"], before["children"])
     assert upper.id > child.id
     assert (upper.protected_children, node.protected_children) == (1, 1)
+    node.sessions = 0  # there were none
     world.check()
 
 

@@ -49,8 +49,8 @@ def audit_tree(tree: Tree) -> None:
         totals["states"] += node.state != NO_SLOT
         totals["pages_protected"] += len(node.pages) if protected(node) else 0
         totals["states_protected"] += node.state != NO_SLOT and node.state_leases > 0
-    _audit_index(tree.kv_index)
-    _audit_index(tree.state_index)
+    _audit_index(tree.kv_index, tree.policy.rises_only)
+    _audit_index(tree.state_index, tree.policy.rises_only)
     former = any(lease.generation != tree.generation for lease in tree.leases.live.values())
     if not tree.sweeping and not former:
         _audit_totals(tree, totals)
@@ -109,13 +109,16 @@ def _audit_candidates(tree: Tree, node: Node) -> None:
             _check(bool(node.queued & index.bit), f"candidate {node.id} is in no index")
 
 
-def _audit_index(index: CandidateIndex) -> None:
-    seen: set[int] = set()
+def _audit_index(index: CandidateIndex, rises_only: bool) -> None:
+    lowest: dict[int, int] = {}
     for score, number, node in index.heap:
-        _check(number == node.id and number not in seen, f"node {number} is indexed twice")
-        _check(bool(node.queued & index.bit), f"node {number} is indexed without its mark")
-        _check(score <= index.score(node), f"the score of node {number} has fallen")
-        seen.add(number)
+        _check(number == node.id, f"an entry of node {node.id} stands under {number}")
+        if index.eligible(node):
+            _check(bool(node.queued & index.bit), f"node {number} is indexed without its mark")
+        lowest[number] = min(score, lowest.get(number, score))
+    for _, number, node in index.heap:
+        if rises_only and index.eligible(node):
+            _check(lowest[number] <= index.score(node), f"the score of node {number} has fallen")
 
 
 def _audit_totals(tree: Tree, totals: Counter[str]) -> None:

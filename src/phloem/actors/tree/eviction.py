@@ -1,60 +1,22 @@
-"""Which node goes next: candidate indexes kept up to date by every change, and policies.
+"""Which node goes next: candidate indexes kept up to date by every change.
 
 An index is a heap of `(score, node id, node)` with lazy entries. A score is fixed when its own node
 is touched; an entry that is popped while its node's score has risen is put back, one whose node is
-no candidate any more is dropped. Each node has at most one entry (its `queued` flag), so an index
-costs O(log n) for each change and nothing grows with the number of leaves.
+no candidate any more is dropped. A node has one entry (its `queued` flag), or more when its score
+was lowered, so an index costs O(log n) for each change and nothing grows with the number of leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.policies import Score
 
-__all__ = ["CandidateIndex", "Lru", "Policy", "Score", "kv_may_go", "policy_named", "state_may_go"]
+__all__ = ["CandidateIndex", "kv_may_go", "state_may_go"]
 
-Score = int
 _SLACK = 64  # entries an index may keep beyond twice its live ones before it is rebuilt
-
-
-class Policy(Protocol):
-    """The order in which data goes: the smallest score first, ties by node id (age).
-
-    A score may depend only on the node and on integers the tree keeps; it must not fall while the
-    node is not touched.
-    """
-
-    name: str
-
-    def kv_score(self, node: Node, /) -> Score:
-        """The score of a node's KV."""
-        ...
-
-    def state_score(self, node: Node, /) -> Score:
-        """The score of a node's state."""
-        ...
-
-
-class Lru:
-    """Least recently used first."""
-
-    name = "lru"
-
-    def kv_score(self, node: Node, /) -> Score:
-        """The latest use of any key through the node."""
-        return node.stamp
-
-    def state_score(self, node: Node, /) -> Score:
-        """The latest use of the state itself."""
-        return node.state_stamp
-
-
-def policy_named(name: str) -> Policy:
-    """The policy called `name`; raises `KeyError` for an unknown one."""
-    return {"lru": Lru}[name]()
 
 
 class CandidateIndex:
@@ -70,14 +32,17 @@ class CandidateIndex:
         self.score = score
         self.eligible = eligible
         self.heap: list[tuple[Score, int, Node]] = []
+        self._expiring: list[tuple[int, int, Node]] = []
 
     def push(self, node: Node) -> None:
         """Note that `node` has become a candidate."""
         if not node.queued & self.bit:
             node.queued |= self.bit
             heappush(self.heap, (self.score(node), node.id, node))
+            if node.keep_until:
+                self.watch(node)
 
-    def pop(self) -> Node | None:
+    def pop(self) -> tuple[Score, Node] | None:
         """Take out the candidate with the smallest score, or None when there is none."""
         heap, score, eligible = self.heap, self.score, self.eligible
         while heap:
@@ -88,25 +53,48 @@ class CandidateIndex:
                     heappush(heap, (now, node.id, node))
                     continue
                 node.queued &= ~self.bit
-                return node
+                return noted, node
             node.queued &= ~self.bit
         return None
 
+    def lower(self, node: Node) -> None:
+        """The score of `node` has fallen. Its former entry is passed over when its turn comes."""
+        if node.queued & self.bit and self.eligible(node):
+            heappush(self.heap, (self.score(node), node.id, node))
+
+    def watch(self, node: Node) -> None:
+        """The score of `node` may fall when its `keep_until` has come."""
+        heappush(self._expiring, (node.keep_until, node.id, node))
+
+    def expire(self, time: int) -> None:
+        """Lower the nodes whose `keep_until` has come."""
+        expiring = self._expiring
+        while expiring and expiring[0][0] <= time:
+            self.lower(heappop(expiring)[2])
+
     def shrink(self, live: int) -> None:
         """Rebuild when more entries are dead than can be alive; `live` bounds the candidates."""
-        if len(self.heap) > 2 * live + _SLACK:
+        if len(self.heap) > 2 * live + _SLACK or len(self._expiring) > 2 * live + _SLACK:
             self.rebuild()
 
     def rebuild(self) -> None:
-        """Score every entry anew and drop the dead ones."""
-        kept: list[tuple[Score, int, Node]] = []
-        for _, _, node in self.heap:
-            if self.eligible(node):
-                kept.append((self.score(node), node.id, node))
-            else:
-                node.queued &= ~self.bit
-        heapify(kept)
-        self.heap = kept
+        """Score every candidate anew, once, and drop the dead entries."""
+        former = self.heap
+        for _, _, node in former:
+            node.queued &= ~self.bit
+        self.heap, self._expiring = [], []
+        for _, _, node in former:
+            if not node.queued & self.bit and self.eligible(node):
+                node.queued |= self.bit
+                self.heap.append((self.score(node), node.id, node))
+                if node.keep_until:
+                    self._expiring.append((node.keep_until, node.id, node))
+        heapify(self.heap)
+        heapify(self._expiring)
+
+    def clear(self) -> None:
+        """Forget everything: the tree was reset."""
+        self.heap, self._expiring = [], []
 
 
 def kv_may_go(node: Node) -> bool:

@@ -33,7 +33,11 @@ class Node(msgspec.Struct, gc=False, eq=False):
     children: dict[bytes, Node] | None = None  # by first page; None when there are none
     stamp: int = 0  # latest use of any key through the node, as far as it was passed up
     state_stamp: int = 0  # latest use of the state
+    born: int = 0  # when the data were first cached
     hits: int = 1
+    priority: int = 0  # 0 to 100
+    keep_until: int = 0  # the time when the priority ends; 0: it does not
+    sessions: int = 0  # open sessions whose latest boundary is here
     leases: int = 0  # leases anchored here
     state_leases: int = 0  # of those, the ones that took the state
     protected_children: int = 0
@@ -53,7 +57,11 @@ SPLIT_RULES: dict[str, str] = {
     "children": "link",
     "stamp": "copy",
     "state_stamp": "lower",
+    "born": "copy",
     "hits": "copy",
+    "priority": "copy",
+    "keep_until": "copy",
+    "sessions": "lower",
     "leases": "lower",
     "state_leases": "lower",
     "protected_children": "link",

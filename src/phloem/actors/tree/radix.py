@@ -105,7 +105,8 @@ class Radix:
         upper = self.new_node(
             parent, node.edge[:inside], parent.end + inside // TOKEN_BYTES, node.pages[:count]
         )
-        upper.stamp, upper.hits = node.stamp, node.hits
+        upper.stamp, upper.born, upper.hits = node.stamp, node.born, node.hits
+        upper.priority, upper.keep_until = node.priority, node.keep_until
         if node.leases or node.protected_children:
             upper.protected_children = 1
         node.edge = node.edge[inside:]
@@ -124,10 +125,12 @@ class Radix:
         children, parent = node.children, node.parent
         if parent is None or children is None or len(children) != 1:
             return None
-        if node.state or node.leases or node.state_leases:
+        if node.state or node.leases or node.state_leases or node.sessions:
             return None
         (child,) = children.values()
         if child.state or len(node.edge) + len(child.edge) > MERGED_EDGE_BYTES_MAX:
+            return None
+        if (node.priority, node.keep_until) != (child.priority, child.keep_until):
             return None
         assert parent.children is not None
         child.edge = node.edge + child.edge

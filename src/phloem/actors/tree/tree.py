@@ -12,18 +12,13 @@ from math import lcm
 from typing import Literal
 
 from phloem.actors.actions import TREE, Action, EvictExcessPathStates, FreeDeviceSlots, Ids
-from phloem.actors.tree.eviction import (
-    CandidateIndex,
-    Policy,
-    kv_may_go,
-    policy_named,
-    state_may_go,
-)
+from phloem.actors.tree.eviction import CandidateIndex, kv_may_go, state_may_go
 from phloem.actors.tree.former import Former
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease, Leases
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.placement import Placement, choose_positions
+from phloem.actors.tree.policies import Policy, policy_named
 from phloem.actors.tree.radix import Radix, Walk
 from phloem.actors.tree.results import (
     Evicted,
@@ -74,6 +69,7 @@ class Tree:
         self.running = Running(self.radix.page_bytes, self.grid)
         self.generation = 0
         self.now = 0  # counts uses; the only clock of the tree
+        self.time = 0  # of the latest message that said its time
         self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
         self.former = Former(self.radix)
 
@@ -398,7 +394,7 @@ class Tree:
 
     def _grow(self, parent: Node, edge: bytes, pages: Ids) -> Node:
         leaf = self.radix.attach_leaf(parent, edge, pages)
-        leaf.stamp = self.now
+        leaf.stamp = leaf.born = self.now
         return leaf
 
     def _offer_state(
@@ -436,9 +432,11 @@ class Tree:
         actions: Actions = []
         pages_gone = states_gone = 0
         while pages_gone < pages:
-            node = self.kv_index.pop()
-            if node is None:
+            popped = self.kv_index.pop()
+            if popped is None:
                 break
+            score, node = popped
+            self.policy.evicted(score, self.now)
             missing = pages - pages_gone
             if node.state == NO_SLOT and missing < len(node.pages):
                 actions.append(FreeDeviceSlots("kv", self.radix.cut_tail(node, missing), TREE))
@@ -449,9 +447,11 @@ class Tree:
             states_gone += node.state != NO_SLOT
             self._drop_leaf(node, actions)
         while states_gone < states:
-            node = self.state_index.pop()
-            if node is None:
+            popped = self.state_index.pop()
+            if popped is None:
                 break
+            score, node = popped
+            self.policy.evicted(score, self.now)
             states_gone += 1
             if kv_may_go(node):
                 pages_gone += len(node.pages)
@@ -494,6 +494,25 @@ class Tree:
         if merged is None and kv_may_go(node):
             self.kv_index.push(node)
 
+    def use_policy(self, policy: str | Policy) -> None:
+        """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
+        self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.policy.time = self.time
+        self.kv_index.score = self.policy.kv_score
+        self.state_index.score = self.policy.state_score
+        self.kv_index.rebuild()
+        self.state_index.rebuild()
+
+    def tick(self, time: int) -> None:
+        """The time of the message that is about to be handled; priorities and sessions end by it.
+
+        An integer that never falls, in any unit that the caller likes.
+        """
+        if time > self.time:
+            self.time = self.policy.time = time
+            self.kv_index.expire(time)
+            self.state_index.expire(time)
+
     # -- the cap for each path -----------------------------------------------------------------
 
     def _name_excess(self, node: Node, actions: Actions) -> None:
@@ -535,8 +554,8 @@ class Tree:
         """Start a new generation, empty. `sweep` gives back what the former one held."""
         self.generation += 1
         self.former.add(self.radix.detach_roots())
-        self.kv_index.heap.clear()
-        self.state_index.heap.clear()
+        self.kv_index.clear()
+        self.state_index.clear()
         self._named.clear()
         self.running.clear()
 

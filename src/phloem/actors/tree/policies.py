@@ -1,0 +1,225 @@
+"""The order in which data goes: eviction policies.
+
+A policy gives a node's KV and its state a score each; the smallest goes first, ties by node id
+(age). A score may depend only on the node and on integers, never on clocks, randomness or hashes.
+Changing the policy of a tree keeps its content: only the candidates are scored anew.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.errors import InvalidRequest
+
+__all__ = [
+    "BenefitPerByte",
+    "Fifo",
+    "Lfu",
+    "Lru",
+    "Policy",
+    "PriorityFirst",
+    "Score",
+    "SessionFirst",
+    "Slru",
+    "policy_named",
+]
+
+Score = int
+_CLASS = 64  # bits left for a stamp below a class of scores
+
+
+class Policy:
+    """Least recently used first; the base of the others.
+
+    `rises_only`: while nobody touches a node its score never falls. Where it may fall, an entry
+    keeps the score of the last touch, so that such data go somewhat later than scored. `time` is
+    the latest message's, set by the tree.
+    """
+
+    name = "lru"
+    rises_only = True
+    time = 0
+
+    def kv_score(self, node: Node, /) -> Score:
+        """The score of a node's KV."""
+        return node.stamp
+
+    def state_score(self, node: Node, /) -> Score:
+        """The score of a node's state."""
+        return node.state_stamp
+
+    def evicted(self, score: Score, now: int, /) -> None:
+        """Told of each victim's score; `now` is the tree's count of uses."""
+
+
+class Lru(Policy):
+    """Least recently used first."""
+
+
+class Fifo(Policy):
+    """First cached first; a state is as old as its node."""
+
+    name = "fifo"
+
+    def kv_score(self, node: Node, /) -> Score:
+        """When the node's data were first cached."""
+        return node.born
+
+    state_score = kv_score
+
+
+class Lfu(Policy):
+    """Least often used first, among equals least recently."""
+
+    name = "lfu"
+
+    def kv_score(self, node: Node, /) -> Score:
+        """Hits, then recency."""
+        return node.hits << _CLASS | node.stamp
+
+    def state_score(self, node: Node, /) -> Score:
+        """Hits of the node, then the state's recency."""
+        return node.hits << _CLASS | node.state_stamp
+
+
+class Slru(Policy):
+    """Segmented: what was used once goes before what was used `twice` times or more."""
+
+    name = "slru"
+
+    def __init__(self, twice: int = 2) -> None:
+        self.twice = twice
+
+    def kv_score(self, node: Node, /) -> Score:
+        """The segment, then recency."""
+        return (node.hits >= self.twice) << _CLASS | node.stamp
+
+    def state_score(self, node: Node, /) -> Score:
+        """The segment of the node, then the state's recency."""
+        return (node.hits >= self.twice) << _CLASS | node.state_stamp
+
+
+class PriorityFirst(Policy):
+    """The lowest priority (0 to 100) first, within one by another policy; soft and with an end."""
+
+    name = "priority"
+
+    def __init__(self, within: Policy | None = None) -> None:
+        self.within = within or Lru()
+        self.rises_only = self.within.rises_only
+
+    def _class(self, node: Node) -> int:
+        if node.keep_until and node.keep_until <= self.time:
+            return 0
+        return node.priority << 2 * _CLASS
+
+    def kv_score(self, node: Node, /) -> Score:
+        """Priority, then the other policy's score."""
+        return self._class(node) | self.within.kv_score(node)
+
+    def state_score(self, node: Node, /) -> Score:
+        """Priority, then the other policy's score."""
+        return self._class(node) | self.within.state_score(node)
+
+    def evicted(self, score: Score, now: int, /) -> None:
+        """Hand on to the other policy."""
+        self.within.evicted(score & ((1 << 2 * _CLASS) - 1), now)
+
+
+class SessionFirst(Policy):
+    """What no open session stands on goes first, within that by another policy."""
+
+    name = "session"
+
+    def __init__(self, within: Policy | None = None) -> None:
+        self.within = within or Lru()
+        self.rises_only = self.within.rises_only
+
+    def kv_score(self, node: Node, /) -> Score:
+        """Session or not, then the other policy's score."""
+        return (node.sessions > 0) << 2 * _CLASS | self.within.kv_score(node)
+
+    def state_score(self, node: Node, /) -> Score:
+        """Session or not, then the other policy's score."""
+        return (node.sessions > 0) << 2 * _CLASS | self.within.state_score(node)
+
+    def evicted(self, score: Score, now: int, /) -> None:
+        """Hand on to the other policy."""
+        self.within.evicted(score & ((1 << 2 * _CLASS) - 1), now)
+
+
+class BenefitPerByte(Policy):
+    """Tokens saved for each unit of memory, with ageing.
+
+    A score is the age of the cache at the last touch plus the benefit: the tokens between a state
+    and the nearest one above it, divided by what the data weigh, in tokens of KV. The age is the
+    score of the last victim, so what is not used again is overtaken by newcomers in the end.
+    `state_weight`: how many tokens of KV weigh as much as one state.
+    """
+
+    name = "benefit"
+    rises_only = False
+
+    _UNIT = 1 << 16
+    _WALK_MAX = 16  # nodes looked at for the nearest state above; the farthest counts otherwise
+    _AGES_MAX = 4096
+
+    def __init__(self, state_weight: int = 1024) -> None:
+        if state_weight < 1:
+            raise InvalidRequest(f"a state weighs {state_weight} tokens of KV; it starts at 1")
+        self.state_weight = state_weight
+        self._since = [0]  # from these stamps on ...
+        self._ages = [0]  # ... the cache was so old
+
+    def kv_score(self, node: Node, /) -> Score:
+        """Of a leaf with its state, if any; KV without a state saves nothing by itself."""
+        if node.state == NO_SLOT:
+            return self._age(node.stamp)
+        parent = node.parent
+        edge = node.end - (parent.end if parent is not None else 0)
+        benefit = self._saved(node) * self._UNIT // (edge + self.state_weight)
+        return self._age(node.stamp) + benefit
+
+    def state_score(self, node: Node, /) -> Score:
+        """Of the state alone."""
+        return self._age(node.state_stamp) + self._saved(node) * self._UNIT // self.state_weight
+
+    def evicted(self, score: Score, now: int, /) -> None:
+        """The cache is as old as the best that it has had to give up."""
+        if score <= self._ages[-1]:
+            return
+        if self._since[-1] == now:
+            self._ages[-1] = score
+            return
+        self._since.append(now)
+        self._ages.append(score)
+        if len(self._ages) > self._AGES_MAX:
+            half = self._AGES_MAX // 2
+            del self._since[:half], self._ages[:half]
+
+    def _age(self, stamp: int) -> int:
+        at = bisect_right(self._since, stamp) - 1
+        return self._ages[max(at, 0)]
+
+    def _saved(self, node: Node) -> int:
+        above = node.parent
+        for _ in range(self._WALK_MAX):
+            if above is None or above.parent is None or above.state != NO_SLOT:
+                break
+            above = above.parent
+        return node.end - (above.end if above is not None else 0)
+
+
+_NAMED: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (Lru, Lfu, Slru, Fifo, PriorityFirst, SessionFirst, BenefitPerByte)
+}
+
+
+def policy_named(name: str) -> Policy:
+    """The policy called `name`; raises `InvalidRequest` for an unknown one."""
+    kind = _NAMED.get(name)
+    if kind is None:
+        raise InvalidRequest(f"no eviction policy {name!r}; there are {', '.join(_NAMED)}")
+    return kind()
