@@ -43,10 +43,15 @@ class Served:
         stats = self.cache.stats()
         return stats.kv.parked + stats.state.parked
 
+    @property
+    def in_flight(self) -> int:
+        """Parked places, and leases that end with the same fences."""
+        return self.parked + self.cache.stats().tree.leases
+
     async def settled(self) -> None:
         """Every page and slot is free or the tree's, and the audit passes."""
         async with asyncio.timeout(5):
-            while self.parked:  # noqa: ASYNC110  there is nothing else to wait on
+            while self.in_flight:  # noqa: ASYNC110  there is nothing else to wait on
                 await asyncio.sleep(0.001)
         stats = self.cache.stats()
         assert stats.requests == 0
