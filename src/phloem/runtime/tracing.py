@@ -114,8 +114,7 @@ class _Lines:
 class EventLog:
     """A sink that writes events in a thread of its own; made by `open_log`.
 
-    Calling it never blocks and never raises. `dropped` counts what was not written; what the level
-    or the kinds leave out does not count.
+    Calling it never blocks and never raises.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class EventLog:
         capacity: int,
         close_out: Callable[[], None] | None,
     ) -> None:
-        self.dropped = 0
         self._clock = clock
         self._least = _number_of(level)
         self._kinds = None if kinds is None else frozenset(kinds)
@@ -140,7 +138,9 @@ class EventLog:
         self._queue: deque[tuple[float, ev.Event]] = deque()
         self._lines = _Lines()
         self._logger = _bound_logger(self._lines, self._least, style, fields)
-        self._told_dropped = 0
+        self._refused = 0  # by the caller's thread: the queue was full
+        self._refused_told = 0
+        self._lost = 0  # by the writer's thread: it could not write
         self._failed: Exception | None = None
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -154,11 +154,16 @@ class EventLog:
         if self._kinds is not None and type(event) not in self._kinds:
             return
         if len(self._queue) >= self._capacity or self._closing.is_set():
-            self.dropped += 1
+            self._refused += 1
             return
         self._queue.append((self._clock(), event))
         if not self._wake.is_set():
             self._wake.set()
+
+    @property
+    def dropped(self) -> int:
+        """Events that were not written, beyond those that the level or the kinds leave out."""
+        return self._refused + self._lost
 
     def close(self) -> None:
         """Write what is queued, end the thread, close the file if the log opened it. Idempotent.
@@ -203,8 +208,8 @@ class EventLog:
         count = min(len(self._queue), _LINES_A_WRITE)
         for _ in range(count):
             self._render(*self._queue.popleft())
-        if missing := self.dropped - self._told_dropped:
-            self._told_dropped += missing
+        if missing := self._refused - self._refused_told:
+            self._refused_told += missing
             self._render(self._clock(), EventsDropped(count=missing))
         text = self._lines.take()
         if self._failed is None and text:
@@ -214,7 +219,7 @@ class EventLog:
             except Exception as error:  # noqa: BLE001  told by `close`
                 self._failed = error
         if self._failed is not None:
-            self.dropped += count
+            self._lost += count
 
     def _render(self, time_s: float, event: ev.Event) -> None:
         self._logger.log(

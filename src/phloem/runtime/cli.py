@@ -1,0 +1,141 @@
+"""The command line: `phloem demo` and `phloem env`, also as `python -m phloem`.
+
+Exit status: 0 when all is well, 1 when the demo found a fault, 2 for a call that is wrong or an
+extra that is not installed, 130 when interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from phloem.errors import InvalidRequest
+from phloem.runtime.environment import Environment, look
+
+__all__ = ["main"]
+
+_OK, _FAULT, _MISUSE, _INTERRUPTED = 0, 1, 2, 130
+_STDOUT = Path("-")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _demo(options) if options.command == "demo" else _env(options.json)
+    except (InvalidRequest, OSError) as error:
+        print(f"phloem: {error}", file=sys.stderr)
+        return _MISUSE
+    except KeyboardInterrupt:
+        print("phloem: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="phloem", description="A cache of prompt prefixes for hybrid language models."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    json_option = argparse.ArgumentParser(add_help=False)
+    json_option.add_argument(
+        "--json",
+        nargs="?",
+        const=_STDOUT,
+        type=Path,
+        metavar="FILE",
+        help="write the result as JSON to FILE (without FILE or with -: to standard output)",
+    )
+    demo = commands.add_parser(
+        "demo",
+        parents=[json_option],
+        help="serve a hybrid model with and without the cache and compare",
+        description="Serves a hybrid model (weights from a seed) with and without the cache, "
+        "compares outputs and times, and audits the cache. Exit status 1 if an output differs, a "
+        "page or slot is unaccounted for, or an audit fails.",
+    )
+    demo.add_argument("--model", default="qwen3-next", metavar="NAME", help="default: %(default)s")
+    demo.add_argument("--seed", default=0, type=int, metavar="N", help="of the weights")
+    demo.add_argument(
+        "--traces",
+        default=os.environ.get("PHLOEM_TRACES") or None,
+        type=Path,
+        metavar="DIR",
+        help="serve the first sessions of each *_tokens.jsonl(.gz) there, too "
+        "(default: the environment variable PHLOEM_TRACES)",
+    )
+    demo.add_argument("--log", type=Path, metavar="FILE", help="write the events as JSON lines")
+    demo.add_argument("--quick", action="store_true", help="a few requests only")
+    commands.add_parser(
+        "env",
+        parents=[json_option],
+        help="what a bug report needs: versions and machine",
+        description="Prints versions, the build of torch, processor, memory and loops.",
+    )
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+
+        from phloem.runtime.demo.main import Options, run
+        from phloem.runtime.demo.report import show
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("rich", "transformers", "safetensors"):
+            raise
+        print(
+            f"phloem demo needs {missing}: pip install 'phloem[cli,transformers]'",
+            file=sys.stderr,
+        )
+        return _MISUSE
+    report = run(
+        Options(
+            model=options.model,
+            seed=options.seed,
+            traces=options.traces,
+            log=options.log,
+            quick=options.quick,
+        )
+    )
+    to_stdout = options.json == _STDOUT
+    show(report, Console(stderr=to_stdout))
+    if options.json is not None:
+        _write_json(report, options.json)
+    return _FAULT if report.failures else _OK
+
+
+def _env(json: Path | None) -> int:
+    environment = look()
+    if json is not None:
+        _write_json(environment, json)
+    if json != _STDOUT:
+        print(_readable(environment))
+    return _OK
+
+
+def _write_json(value: object, path: Path) -> None:
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    if path == _STDOUT:
+        sys.stdout.write(text.decode())
+    else:
+        path.write_bytes(text)
+
+
+def _readable(environment: Environment) -> str:
+    fields: dict[str, object] = msgspec.structs.asdict(environment)
+    del fields["packages"]
+    shown = {**environment.packages, **fields, "loops": ", ".join(environment.loops)}
+    shown["gpus"] = ", ".join(environment.gpus)
+    return "\n".join(
+        f"{name}: {'none' if value in (None, '') else value}" for name, value in shown.items()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
