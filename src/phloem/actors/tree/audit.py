@@ -20,8 +20,7 @@ class AuditFailed(AssertionError):
 def audit_tree(tree: Tree) -> None:
     """Check every invariant of the tree; raises `AuditFailed` naming the first that is broken.
 
-    Walks all nodes without recursion. While a reset is being swept, the former generation's nodes
-    are not looked at and the totals are not compared.
+    Walks all nodes without recursion; those of former generations are not looked at.
     """
     leases_at: Counter[int] = Counter()
     states_at: Counter[int] = Counter()
@@ -51,9 +50,8 @@ def audit_tree(tree: Tree) -> None:
         totals["states_protected"] += node.state != NO_SLOT and node.state_leases > 0
     _audit_index(tree.kv_index, tree.policy.rises_only)
     _audit_index(tree.state_index, tree.policy.rises_only)
-    former = any(lease.generation != tree.generation for lease in tree.leases.live.values())
-    if not tree.sweeping and not former:
-        _audit_totals(tree, totals)
+    _audit_totals(tree, totals)
+    _audit_sessions(tree)
 
 
 def _audit_links(tree: Tree, node: Node) -> None:
@@ -132,6 +130,22 @@ def _audit_totals(tree: Tree, totals: Counter[str]) -> None:
     }
     for name, value in kept.items():
         _check(value == totals[name], f"{name}: the tree counts {value}, its nodes {totals[name]}")
+
+
+def _audit_sessions(tree: Tree) -> None:
+    standing = Counter(
+        session.anchor.id for session in tree.sessions.open.values() if session.anchor is not None
+    )
+    for node in tree.radix:
+        _check(
+            node.sessions == standing.pop(node.id, 0),
+            f"node {node.id} counts {node.sessions} sessions",
+        )
+        _check(
+            not node.sessions or node.state != NO_SLOT or not tree.has_states,
+            f"a session stands on node {node.id}, which is no boundary",
+        )
+    _check(not standing, "a session stands on a node that has gone")
 
 
 def _check(holds: bool, otherwise: str) -> None:

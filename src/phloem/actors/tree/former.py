@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 
 from phloem.actors.actions import TREE, Action, FreeDeviceSlots, Ids
 from phloem.actors.tree.leases import protected
@@ -16,8 +15,11 @@ __all__ = ["Former"]
 class Former:
     """The trees of former generations. What their leases protect stays until those end."""
 
-    def __init__(self, radix: Radix) -> None:
-        self._radix = radix
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self.nodes = 0
+        self.pages = 0
+        self.states = 0
         # A depth-first walk, suspended: each node with the children that have to stay.
         self._frames: list[tuple[Node, dict[bytes, Node]]] = []
         self._released: list[Node] = []
@@ -27,9 +29,12 @@ class Former:
         """True while `sweep` has something to do."""
         return bool(self._frames or self._released)
 
-    def add(self, roots: Iterable[Node]) -> None:
-        """Take over the roots of a generation that has just ended."""
-        self._frames.extend((root, {}) for root in roots)
+    def take_over(self, radix: Radix) -> None:
+        """Take all that a generation which has just ended holds; `radix` starts empty."""
+        self.nodes += radix.nodes
+        self.pages += radix.pages
+        self.states += radix.states
+        self._frames.extend((root, {}) for root in radix.detach_roots())
 
     def released(self, anchor: Node) -> None:
         """A lease of a former generation has ended at `anchor`."""
@@ -68,7 +73,7 @@ class Former:
         if node.parent is None:
             return
         if kept or protected(node):
-            frames[-1][1][node.edge[: self._radix.page_bytes]] = node
+            frames[-1][1][node.edge[: self._page_bytes]] = node
         else:
             self._take_apart(node, pages, states)
 
@@ -77,7 +82,7 @@ class Former:
         while node.parent is not None and node.children is None and not protected(node):
             parent = node.parent
             assert parent.children is not None
-            del parent.children[node.edge[: self._radix.page_bytes]]
+            del parent.children[node.edge[: self._page_bytes]]
             if not parent.children:
                 parent.children = None
             self._take_apart(node, pages, states)
@@ -85,10 +90,10 @@ class Former:
 
     def _take_apart(self, node: Node, pages: Ids, states: Ids) -> None:
         pages.extend(node.pages)
-        self._radix.nodes -= 1
-        self._radix.pages -= len(node.pages)
+        self.nodes -= 1
+        self.pages -= len(node.pages)
         if node.state != NO_SLOT:
             states.append(node.state)
-            self._radix.states -= 1
+            self.states -= 1
         node.parent = None
         node.children = None

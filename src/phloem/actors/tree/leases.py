@@ -12,6 +12,7 @@ from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.radix import RootName
+from phloem.actors.tree.sessions import Session
 
 __all__ = ["Lease", "Leases", "protected"]
 
@@ -32,10 +33,13 @@ class Lease:
         "generation",
         "has_state",
         "id",
+        "keep_until",
         "key",
         "live",
         "owner",
+        "priority",
         "running_at",
+        "session",
         "wanted",
     )
 
@@ -57,6 +61,9 @@ class Lease:
         self.live = True
         self.running_at: tuple[RootName, int, bytes] | None = None
         self.wanted: list[Wanted] = []
+        self.session: Session | None = None
+        self.priority = 0
+        self.keep_until = 0
 
     @property
     def boundary(self) -> int:
@@ -133,10 +140,15 @@ class Leases:
         anchor.state_stamp = now
         anchor.state_leases -= 1
         assert anchor.state_leases >= 0
-        if anchor.state and not anchor.state_leases:
+        if anchor.state and not anchor.state_leases and not former:
             self.states_protected -= 1
-            if not former:
-                self._state_index.push(anchor)
+            self._state_index.push(anchor)
+
+    def take_state(self, lease: Lease) -> None:
+        """Add the state part to a live lease that has none."""
+        assert lease.live and not lease.has_state
+        lease.has_state = True
+        self._protect_state(lease.anchor)
 
     def move(self, lease: Lease, anchor: Node, now: int, *, with_state: bool) -> None:
         """Move a live lease to another boundary; at no time is the path unprotected."""
@@ -172,12 +184,13 @@ class Leases:
         if now > node.stamp:
             node.stamp = now
         while not node.leases and not node.protected_children:
-            self.pages_protected -= len(node.pages)
             parent = node.parent
             if parent is None:
                 return
-            if node.children is None and not former:
-                self._kv_index.push(node)
+            if not former:
+                self.pages_protected -= len(node.pages)
+                if node.children is None:
+                    self._kv_index.push(node)
             if node.stamp > parent.stamp:
                 parent.stamp = node.stamp
             parent.protected_children -= 1

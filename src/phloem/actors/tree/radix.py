@@ -181,7 +181,7 @@ class Radix:
         former = list(self.roots.values())
         self.roots = {}
         self._root_names = {}
-        self.leaves = 0
+        self.nodes = self.leaves = self.pages = self.states = 0
         return former
 
     def __iter__(self) -> Iterator[Node]:

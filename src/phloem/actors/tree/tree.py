@@ -28,6 +28,7 @@ from phloem.actors.tree.results import (
     TreeFigures,
 )
 from phloem.actors.tree.running import Running
+from phloem.actors.tree.sessions import Sessions
 from phloem.errors import InvalidRequest, StaleHandle
 
 __all__ = ["Actions", "Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
@@ -50,6 +51,7 @@ class Tree:
         components: Sequence[str] = ("kv", "state"),
         policy: str | Policy = "lru",
         placement: Placement | None = None,
+        sessions_max: int = 4096,
         enabled: bool = True,
     ) -> None:
         if page_size < 1 or state_chunk < 1:
@@ -67,11 +69,12 @@ class Tree:
         self.state_index = CandidateIndex(2, self.policy.state_score, state_may_go)
         self.leases = Leases(self.kv_index, self.state_index)
         self.running = Running(self.radix.page_bytes, self.grid)
+        self.sessions = Sessions(sessions_max, self.has_states, self._score_fell)
         self.generation = 0
         self.now = 0  # counts uses; the only clock of the tree
         self.time = 0  # of the latest message that said its time
         self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
-        self.former = Former(self.radix)
+        self.former = Former(self.radix.page_bytes)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -101,13 +104,13 @@ class Tree:
         return TreeFigures(
             generation=self.generation,
             namespaces=len(self.radix.roots),
-            nodes=self.radix.nodes,
+            nodes=self.radix.nodes + self.former.nodes,
             leaves=self.radix.leaves,
             leases=len(self.leases.live),
-            pages=self.radix.pages,
-            pages_protected=self.leases.pages_protected,
-            states=self.radix.states,
-            states_protected=self.leases.states_protected,
+            pages=self.radix.pages + self.former.pages,
+            pages_protected=self.leases.pages_protected + self.former.pages,
+            states=self.radix.states + self.former.states,
+            states_protected=self.leases.states_protected + self.former.states,
         )
 
     def can_evict(self, pages: int, states: int) -> bool:
@@ -151,13 +154,29 @@ class Tree:
         owner: str,
         limit: int | None = None,
         breakpoints: Sequence[int] = (),
+        session: str | None = None,
+        session_ends: int = 0,
+        priority: int = 0,
+        keep_until: int = 0,
     ) -> tuple[Lease, Match]:
         """Acquire for a request that computes on from here; the lease also says what is `wanted`.
 
         While it lives, other requests that open and take another way further down add the point of
-        divergence to its wanted positions.
+        divergence to its wanted positions. `session` ties it to others until the time
+        `session_ends`; `priority` (0 to 100) is for what it uses and publishes, until the time
+        `keep_until`. Both are preferences for policies that know them; time 0 means no end.
         """
+        if not 0 <= priority <= 100 or keep_until < 0 or session_ends < 0:
+            raise InvalidRequest(
+                f"priority {priority} (0 to 100), keep_until {keep_until}, "
+                f"session_ends {session_ends}"
+            )
         lease, match = self.acquire(key, owner=owner, limit=limit)
+        if session is not None:
+            lease.session = self.sessions.join(session, session_ends)
+        if priority:
+            lease.priority, lease.keep_until = priority, keep_until
+            self._prefer(lease.anchor, priority, keep_until)
         if self.has_states and self.enabled:
             lease.wanted = choose_positions(
                 self.placement,
@@ -170,6 +189,35 @@ class Tree:
         if self.enabled:
             self._meet(lease, match.kv_prefix)
         return lease, match
+
+    def stand_on(self, lease: Lease) -> None:
+        """The lease's request has finished well: its session stands on its boundary from now on."""
+        self.check_lease(lease)
+        if lease.session is not None:
+            self.sessions.stand(lease.session, lease.anchor)
+
+    def _prefer(self, node: Node, priority: int, keep_until: int) -> None:
+        """Raise the priority of a path, from its end up to where it is as high already."""
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            ended = 0 < at.keep_until <= self.time
+            if at.priority > priority and not ended:
+                return
+            if (
+                at.priority == priority
+                and not ended
+                and (not at.keep_until or 0 < keep_until <= at.keep_until)
+            ):
+                return
+            at.priority, at.keep_until = priority, keep_until
+            if keep_until:
+                self.kv_index.watch(at)
+                self.state_index.watch(at)
+            at = at.parent
+
+    def _score_fell(self, node: Node) -> None:
+        self.kv_index.lower(node)
+        self.state_index.lower(node)
 
     def _meet(self, lease: Lease, position: int) -> None:
         wants = self.has_states and self.placement.branch
@@ -239,6 +287,12 @@ class Tree:
         self.now += 1
         self.leases.end_state(lease, self.now, former=lease.generation != self.generation)
 
+    def take_state(self, lease: Lease) -> None:
+        """Protect the state at the boundary, again if it was given up and is still there."""
+        self._check_live(lease)
+        if not lease.has_state:
+            self.leases.take_state(lease)
+
     def check_lease(self, lease: Lease) -> None:
         """Raise `StaleHandle` unless the lease is live and of this generation."""
         self._check_live(lease)
@@ -296,6 +350,7 @@ class Tree:
         length: int | None = None,
         owner: int = TREE,
         swap: bool = True,
+        priority: int = 0,
     ) -> tuple[InsertResult, Actions]:
         """Publish the first `length` tokens (all by default).
 
@@ -309,7 +364,7 @@ class Tree:
         if not isinstance(pages, array) or pages.typecode != "i":
             pages = array("i", pages)
         start = self.check_insert(key, length, len(pages), state, lease)
-        return self.insert_checked(key, length, start, pages, state, lease, owner, swap)
+        return self.insert_checked(key, length, start, pages, state, lease, owner, swap, priority)
 
     def insert_checked(
         self,
@@ -321,6 +376,7 @@ class Tree:
         lease: Lease | None,
         owner: int,
         swap: bool,
+        priority: int = 0,
     ) -> tuple[InsertResult, Actions]:
         """`insert` of what `check_insert` has just let pass; it answered `start`."""
         stop = length // self.page_size * self.radix.page_bytes
@@ -341,8 +397,12 @@ class Tree:
             former = lease.anchor
             lease.key = key
             self._move_with_insert(lease, node)
+            if lease.priority:
+                self._prefer(node, lease.priority, lease.keep_until)
         elif kv_may_go(node):
             self.kv_index.push(node)
+        if priority:
+            self._prefer(node, priority, 0)
         outcome = self._offer_state(node, state, owner, actions)
         if former is not None and former is not node and former.state == NO_SLOT:
             self.radix.merge_into_child(former)
@@ -463,6 +523,8 @@ class Tree:
         return Evicted(pages_gone, states_gone), actions
 
     def _drop_leaf(self, leaf: Node, actions: Actions) -> None:
+        if leaf.sessions:
+            self.sessions.recede(leaf)
         actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
         if leaf.state != NO_SLOT:
             actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
@@ -484,6 +546,10 @@ class Tree:
 
     def _drop_state(self, node: Node, actions: Actions) -> None:
         """The state goes, the KV stays."""
+        if node.sessions:
+            node_state, node.state = node.state, NO_SLOT
+            self.sessions.recede(node)
+            node.state = node_state
         actions.append(FreeDeviceSlots("state", array("i", (node.state,)), TREE))
         node.state = NO_SLOT
         self.radix.states -= 1
@@ -512,6 +578,7 @@ class Tree:
             self.time = self.policy.time = time
             self.kv_index.expire(time)
             self.state_index.expire(time)
+            self.sessions.expire(time)
 
     # -- the cap for each path -----------------------------------------------------------------
 
@@ -553,11 +620,13 @@ class Tree:
     def reset(self) -> None:
         """Start a new generation, empty. `sweep` gives back what the former one held."""
         self.generation += 1
-        self.former.add(self.radix.detach_roots())
+        self.former.take_over(self.radix)
+        self.leases.pages_protected = self.leases.states_protected = 0
         self.kv_index.clear()
         self.state_index.clear()
         self._named.clear()
         self.running.clear()
+        self.sessions.forget()
 
     def sweep(self, limit: int = 1024) -> tuple[bool, Actions]:
         """Take apart up to `limit` nodes of former generations; True while more remain.
