@@ -59,7 +59,7 @@ class CandidateIndex:
 
     def lower(self, node: Node) -> None:
         """The score of `node` has fallen. Its former entry is passed over when its turn comes."""
-        if node.queued & self.bit and self.eligible(node):
+        if node.queued & self.bit:
             heappush(self.heap, (self.score(node), node.id, node))
 
     def watch(self, node: Node) -> None:
