@@ -15,7 +15,15 @@ from collections.abc import Callable, Collection, Iterator
 from phloem.actors.actions import FreeDeviceSlots, Ids
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
-from phloem.actors.messages import Allocate, GiveBack, MadeRoom, MakeRoom, Retry, Ripe
+from phloem.actors.messages import (
+    Allocate,
+    GiveBack,
+    MadeRoom,
+    MakeRoom,
+    Retry,
+    Ripe,
+    Withdraw,
+)
 from phloem.actors.tree.tree import TreeFigures
 from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, NoRoom, PoolFigures, StaleHandle
@@ -28,10 +36,10 @@ class Grant:
     """Pages and state slots reserved for an owner, not yet in the tree.
 
     `pages` and `states` are ids as granted; what was inserted since is the tree's. Give the rest
-    back with `release`.
+    back with `release`, once.
     """
 
-    __slots__ = ("account", "ledger", "owner", "pages", "states")
+    __slots__ = ("account", "ledger", "owner", "pages", "released", "states")
 
     def __init__(self, ledger: Ledger, account: int, owner: str, pages: Ids, states: Ids) -> None:
         self.ledger = ledger
@@ -39,6 +47,7 @@ class Grant:
         self.owner = owner
         self.pages = pages
         self.states = states
+        self.released = False
 
     def __repr__(self) -> str:
         return f"Grant({self.account}, owner={self.owner!r}, {len(self.pages)} pages)"
@@ -86,6 +95,7 @@ class AllocatorActor:
             MadeRoom: self._on_made_room,
             Retry: self._on_retry,
             Ripe: self._on_ripe,
+            Withdraw: self._on_withdraw,
         }
 
     def connect(self, tree: Actor) -> None:
@@ -99,9 +109,8 @@ class AllocatorActor:
 
     def queue(self) -> Iterator[Allocate]:
         """The allocations that wait and whose callers are still there, in the order of service."""
-        for waiter in (*self._holders, *self._newcomers):
-            if not waiter.reply.abandoned and not waiter.reply.done:
-                yield waiter.message
+        for waiter in self._waiters():
+            yield waiter.message
 
     # -- granting ------------------------------------------------------------------------------
 
@@ -110,16 +119,16 @@ class AllocatorActor:
         if pages < 0 or states < 0:
             raise InvalidRequest(f"allocate of {pages} pages and {states} states")
         ledger = self._ledger
-        if message.account and message.account not in ledger.accounts and not pages + states:
-            raise StaleHandle(f"account {message.account} is closed")
+        if not pages and not states:  # nothing opens no account: nobody would ever close it
+            none: Ids = array("i")
+            return Grant(ledger, message.account, message.owner, none, none[:])
         if pages > ledger.kv.size or states > ledger.state.size:
             raise self._no_room(message)
         if not self._holders and not self._newcomers and self._fits(message):
             return self._grant(message)
-        holder = self._is_holder(message)
-        ahead = self._holders or (not holder and self._newcomers)
-        if not message.evict or (ahead and not message.wait):
+        if not message.evict:
             raise self._no_room(message)
+        holder = self._is_holder(message)
         reply = self._domain.later()
         waiter = _Waiter(message, reply, holder)
         (self._holders if holder else self._newcomers).append(waiter)
@@ -184,9 +193,11 @@ class AllocatorActor:
             elif not waiter.tried:
                 self._ask(waiter)
             elif not waiter.message.wait:
-                self._remove(waiter)
-                self._domain.fail(waiter.reply, self._no_room(waiter.message))
+                self._refuse(waiter)
             elif not self._break_deadlock():
+                for other in self._waiters():
+                    if not other.message.wait:
+                        self._refuse(other)
                 break
         self._ledger.waiting = self.waiting
 
@@ -197,6 +208,15 @@ class AllocatorActor:
             if queue:
                 return queue[0]
         return None
+
+    def _waiters(self) -> list[_Waiter]:
+        """Those who wait, in the order of service."""
+        waiting = (*self._holders, *self._newcomers)
+        return [w for w in waiting if not w.reply.abandoned and not w.reply.done]
+
+    def _refuse(self, waiter: _Waiter, *, deadlock: bool = False) -> None:
+        self._remove(waiter)
+        self._domain.fail(waiter.reply, self._no_room(waiter.message, deadlock=deadlock))
 
     def _remove(self, waiter: _Waiter) -> None:
         queue = self._holders if waiter.holder else self._newcomers
@@ -244,6 +264,14 @@ class AllocatorActor:
         for waiter in (*self._holders, *self._newcomers):
             waiter.tried = waiter is asker
 
+    def _on_withdraw(self, message: Withdraw) -> None:
+        for waiter in self._waiters():
+            if waiter.message.owner == message.owner:
+                self._remove(waiter)
+                ended = StaleHandle(f"{message.owner!r} ended while it waited for room")
+                self._domain.fail(waiter.reply, ended)
+        self._changed()
+
     def _retry_soon(self) -> None:
         """A waiter has left, which may let the next one go on."""
         if self._domain.stopped is None:
@@ -254,7 +282,7 @@ class AllocatorActor:
         ledger = self._ledger
         if ledger.kv.parked or ledger.state.parked:
             return False
-        waiters = [w for w in (*self._holders, *self._newcomers) if not w.reply.abandoned]
+        waiters = [waiter for waiter in self._waiters() if waiter.message.wait]
         if not self._holding() <= {waiter.message.owner for waiter in waiters}:
             return False
         for waiter in waiters:
@@ -267,8 +295,7 @@ class AllocatorActor:
                 self._ask(waiter)
                 return True
         youngest = next((w for w in reversed(waiters) if w.holder), waiters[-1])
-        self._remove(youngest)
-        self._domain.fail(youngest.reply, self._no_room(youngest.message, deadlock=True))
+        self._refuse(youngest, deadlock=True)
         return True
 
     def _no_room(self, message: Allocate, *, deadlock: bool = False) -> NoRoom:

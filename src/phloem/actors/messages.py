@@ -37,6 +37,7 @@ __all__ = [
     "Ripe",
     "StateWritten",
     "Sweep",
+    "Withdraw",
 ]
 
 _NONE: Ids = array("i")
@@ -206,6 +207,12 @@ class GiveBack(Message, frozen=True, gc=False, eq=False):
     pages: Ids = _NONE
     states: Ids = _NONE
     after: tuple[Fence, ...] = ()
+
+
+class Withdraw(Message, frozen=True, gc=False, eq=False):
+    """`owner` has ended: its allocations that wait are refused."""
+
+    owner: str
 
 
 class MadeRoom(Message, frozen=True, gc=False, eq=False):

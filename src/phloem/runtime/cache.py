@@ -22,6 +22,7 @@ from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
 from phloem.errors import InvalidRequest, RuntimeClosed, StaleHandle
 from phloem.events import RuntimeStarted, RuntimeStopped, Sink
+from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.core import Core
 from phloem.runtime.lease import Lease
@@ -108,6 +109,7 @@ class CacheRuntime:
         self._core: Core | None = None
         self._engine: CopyEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._nowait: Nowait | None = None
         self._closed = False
         self._last_words: RuntimeStopped | None = None
         self._steps = 0
@@ -126,10 +128,14 @@ class CacheRuntime:
             raise InvalidRequest("the runtime was opened before")
         self._loop = loop
         self._engine = self._new_engine(post)
-        core = Core(self.config, self.pools, self._engine, post, self._events, self._crashed)
+        try:
+            core = Core(self.config, self.pools, self._engine, post, self._events, self._crashed)
+        except BaseException:
+            self._engine.close()
+            raise
         core.domain.loop = loop
         self._core = core
-        self.nowait = Nowait(core)
+        self._nowait = Nowait(core)
         if self._events is not None:
             self._events(
                 RuntimeStarted(
@@ -215,6 +221,13 @@ class CacheRuntime:
             raise InvalidRequest("a runtime belongs to the event loop it was opened in")
         core.check_open()
         return core
+
+    @property
+    def nowait(self) -> Nowait:
+        """The forms without `await`; raises `RuntimeClosed` before `open`."""
+        if self._nowait is None:
+            raise RuntimeClosed("the runtime is not open")
+        return self._nowait
 
     @property
     def grid(self) -> int:
@@ -364,7 +377,8 @@ class CacheRuntime:
     async def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
         """Free at least so much, if nothing protects it."""
         core = self.core
-        gone = await core.domain.call(core.tree_actor, m.Evict(pages, states))
+        message = m.Evict(integer("pages", pages), integer("states", states))
+        gone = await core.domain.call(core.tree_actor, message)
         assert isinstance(gone, Evicted)
         return gone
 

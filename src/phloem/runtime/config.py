@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from phloem.actors.tree.placement import Placement
+from phloem.actors.tree.policies import policy_named
 from phloem.errors import InvalidRequest
+from phloem.runtime.checks import integer
 from phloem.runtime.layout import ModelLayout
 
 __all__ = ["CacheConfig"]
@@ -38,12 +40,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         for name in ("page_size", "state_chunk", "device_pages", "queue_max"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it starts at 1")
-        if self.device_states < (1 if self.layout.has_states else 0):
-            raise InvalidRequest(
-                f"device_states is {self.device_states}; a model with states needs 1 or more"
-            )
+            integer(name, getattr(self, name), 1)
+        integer("device_states", self.device_states, 1 if self.layout.has_states else 0)
+        policy_named(self.eviction)
         if self.close_timeout_s <= 0:
             raise InvalidRequest(f"close_timeout_s is {self.close_timeout_s}; it is above 0")
 

@@ -17,8 +17,9 @@ from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tree import Tree
 from phloem.cuda_streams.engine import CopyEngine, Fence, Post
 from phloem.cuda_streams.pools import DevicePools
-from phloem.errors import NoRoom, RuntimeClosed
+from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
 from phloem.events import Sink
+from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.request import Request
 
@@ -109,6 +110,7 @@ class Core:
         timeout: float | None = None,
     ) -> Grant:
         """Grant or `NoRoom`; a cancelled caller leaves nothing behind."""
+        pages, states = integer("pages", pages), integer("states", states)
         message = m.Allocate(pages, states, owner, account, wait)
         if timeout is None:
             return _granted(await self.domain.call(self.allocator, message, self._undo_grant))
@@ -123,6 +125,7 @@ class Core:
         self, pages: int, states: int, owner: str, *, account: int = 0, evict: bool = True
     ) -> Grant:
         """Grant or `NoRoom`, now."""
+        pages, states = integer("pages", pages), integer("states", states)
         message = m.Allocate(pages, states, owner, account, False, evict)
         return _granted(self.domain.run(self.allocator, message))
 
@@ -132,8 +135,16 @@ class Core:
             self.domain.send(self.allocator, m.GiveBack(grant.account, grant.pages, grant.states))
 
     def release_grant(self, grant: Grant, after: tuple[Fence, ...] = ()) -> None:
-        """Give back what a grant still owns; nothing when all of it went to the tree."""
-        if self.stopped or grant.account not in self.ledger.accounts:
+        """Give back what a grant still owns; nothing when all of it went to the tree.
+
+        Raises `StaleHandle` for a grant that was given back before.
+        """
+        if self.stopped:
+            return
+        if grant.released:
+            raise StaleHandle(f"{grant} was released before")
+        grant.released = True
+        if grant.account not in self.ledger.accounts:
             return
         pages = self.ledger.kv.among(grant.pages, grant.account)
         states = self.ledger.state.among(grant.states, grant.account)
@@ -142,6 +153,7 @@ class Core:
 
     def touching(self, states: Collection[int], pages: Collection[int]) -> tuple[Fence, ...]:
         """The fences of copies in flight that read or write any of these places."""
+        self.domain.drain()  # what is still queued may submit copies of them
         transfer = self.transfer
         if not transfer.in_flight:
             return ()
@@ -162,6 +174,8 @@ class Core:
 
     def release_lease_after(self, lease: TreeLease, fences: tuple[Fence, ...]) -> None:
         """End a lease once nothing in flight reads what it protects."""
+        if self.tree.leases.live.get(lease.id) is not lease:
+            raise StaleHandle(f"{lease} is not a live lease of this runtime")
         left = sum(not fence.passed for fence in fences)
         if not left:
             self.release_lease(lease)
@@ -195,15 +209,22 @@ class Core:
     def next_id(self) -> str:
         """A name for a request that was given none."""
         self._ids += 1
-        return f"request-{self._ids}"
+        while (name := f"request-{self._ids}") in self.requests:
+            self._ids += 1
+        return name
 
     def opened(self, request: Request) -> None:
-        """Note a request that lives."""
+        """Note a request that lives. Raises `InvalidRequest` when its name is taken."""
+        if request.id in self.requests:
+            raise InvalidRequest(f"request {request.id!r} is running")
         self.requests[request.id] = request
 
     def closed(self, request: Request) -> None:
-        """Note that a request is over."""
-        self.requests.pop(request.id, None)
+        """Note that a request is over: what it waits for is not wanted any more."""
+        if self.requests.get(request.id) is request:
+            del self.requests[request.id]
+            if self.allocator.waiting:
+                self.domain.send(self.allocator, m.Withdraw(request.id))
 
 
 def _granted(answer: object) -> Grant:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Self
 from phloem.actors.actions import Ids
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tree import Match
+from phloem.cuda_streams.fences import Fence
+from phloem.errors import StaleHandle
 
 if TYPE_CHECKING:
     from phloem.runtime.core import Core
@@ -21,12 +23,13 @@ class Lease:
     A lease that is collected unreleased is released then, counted, and reported with its owner.
     """
 
-    __slots__ = ("__weakref__", "_core", "inner", "match")
+    __slots__ = ("__weakref__", "_core", "inner", "match", "released")
 
     def __init__(self, core: Core, inner: TreeLease, match: Match) -> None:
         self._core = core
         self.inner = inner
         self.match = match
+        self.released = False  # given up, though a step may still read under it
 
     @property
     def boundary(self) -> int:
@@ -50,7 +53,17 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease up. Raises `StaleHandle` when it was released before."""
-        self._core.release_lease(self.inner)
+        self.release_after(self._core, ())
+
+    def release_after(self, core: Core, fences: tuple[Fence, ...]) -> None:
+        """For `CacheRuntime.release`: give the lease up once all `fences` have passed."""
+        if core is not self._core:
+            raise StaleHandle(f"{self} is of another runtime")
+        if self.released:
+            raise StaleHandle(f"{self} was released before")
+        self.released = True
+        if not core.stopped:  # after the runtime's end there is nothing left to release
+            core.release_lease_after(self.inner, fences)
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,11 +74,11 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.inner.live:
+        if not self.released:
             self.release()
 
     def __del__(self) -> None:
-        if self.inner.live:
+        if not self.released and self.inner.live:
             self._core.lease_leaked(self.inner)
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.results import Evicted, InsertResult, Match
 from phloem.cuda_streams.engine import Fence
 from phloem.errors import InvalidRequest, NoRoom, StaleHandle
+from phloem.runtime.checks import integer
 from phloem.runtime.core import Core
 from phloem.runtime.lease import Lease
 from phloem.runtime.step import Step
@@ -103,7 +104,8 @@ class Nowait:
 
     def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
         """Free at least so much, if nothing protects it."""
-        gone = self._domain.run(self._tree, m.Evict(pages, states))
+        message = m.Evict(integer("pages", pages), integer("states", states))
+        gone = self._domain.run(self._tree, message)
         assert isinstance(gone, Evicted)
         return gone
 
@@ -116,14 +118,19 @@ class Nowait:
         return [self.match(key, whole=whole) for key in keys]
 
     def admit_many(self, admissions: Iterable[Admission]) -> list[Admitted | NoRoom]:
-        """Match, lease and reserve for each in turn; what finds no room leaves nothing behind."""
+        """Match, lease and reserve for each in turn; what finds no room leaves nothing behind.
+
+        Raises `InvalidRequest` for a bad item before anything is done for any of them.
+        """
+        checked = [
+            (TokenKey.of(a.key), integer("pages", a.pages), integer("states", a.states), a.owner)
+            for a in admissions
+        ]
         answers: list[Admitted | NoRoom] = []
-        for admission in admissions:
-            lease = self.acquire(admission.key, owner=admission.owner)
+        for key, pages, states, owner in checked:
+            lease = self.acquire(key, owner=owner)
             try:
-                grant = self.allocate(
-                    pages=admission.pages, states=admission.states, owner=admission.owner
-                )
+                grant = self.allocate(pages=pages, states=states, owner=owner)
             except NoRoom as error:
                 lease.release()
                 answers.append(error)
@@ -157,9 +164,13 @@ def insert_message(
     """Raises `InvalidRequest` for tokens or ids that are none."""
     key = TokenKey.of(tokens, namespace)
     fences: tuple[Fence, ...] = () if after is None else (after.fence,)
+    if lease is not None and lease.released:
+        raise StaleHandle(f"{lease} was released before")
     inner = None if lease is None else lease.inner
     owner = None if inner is None else inner.owner
-    return m.Insert(key, key.length, _ids(pages), int(state), inner, owner, swap, fences)
+    return m.Insert(
+        key, key.length, _ids(pages), integer("state", state), inner, owner, swap, fences
+    )
 
 
 def _ids(pages: Ids | Sequence[int]) -> Ids:
@@ -179,7 +190,5 @@ def release_handle(core: Core, handle: Lease | Grant, after: Step | None) -> Non
         if handle.ledger is not core.ledger:
             raise StaleHandle(f"{handle} is of another runtime")
         core.release_grant(handle, fences)
-    elif fences:
-        core.release_lease_after(handle.inner, fences)
     else:
-        core.release_lease(handle.inner)
+        handle.release_after(core, fences)

@@ -23,6 +23,7 @@ from phloem.actors.tree.tree import InsertResult, Match
 from phloem.cuda_streams.engine import Fence
 from phloem.errors import InvalidRequest, NoRoom, PhloemError, StaleHandle
 from phloem.events import Refused, RequestEnded
+from phloem.runtime.checks import integer
 
 if TYPE_CHECKING:
     from phloem.runtime.core import Core
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Publish", "Request", "Resources"]
 
 Publish = Literal["all", "prompt", "none"]
+_PUBLISH: tuple[Publish, ...] = ("all", "prompt", "none")
 Resources = dict[str, int]
 
 
@@ -118,14 +120,19 @@ class Request:
         """Room for `tokens` more tokens beyond what is computed, and the working state slot.
 
         All or nothing. Waits for room unless `wait=False`; raises `NoRoom` when there can be none,
-        or after `timeout` seconds. A cancelled caller leaves nothing behind.
+        or after `timeout` seconds, and `StaleHandle` when the request ends while it waits. A
+        cancelled caller leaves nothing behind.
         """
         pages, states = self._missing(tokens)
-        if pages or states:
-            grant = await self._core.allocate(
-                pages, states, self.id, account=self._account, wait=wait, timeout=timeout
-            )
-            self._take(grant)
+        if not pages and not states:
+            return
+        grant = await self._core.allocate(
+            pages, states, self.id, account=self._account, wait=wait, timeout=timeout
+        )
+        if self._over:  # ended by another task at the moment of the hand-over
+            self._core.release_grant(grant)
+            self._check_alive()
+        self._take(grant)
 
     def allocate_nowait(self, tokens: int) -> None:
         """`allocate` that never waits and never suspends."""
@@ -135,8 +142,7 @@ class Request:
 
     def _missing(self, tokens: int) -> tuple[int, int]:
         self._check_alive()
-        if tokens < 0:
-            raise InvalidRequest(f"room for {tokens} tokens")
+        tokens = integer("room in tokens", tokens)
         page_size = self._core.config.page_size
         pages = -(-(self.computed + tokens) // page_size) - len(self._pages)
         return max(0, pages), int(self._core.has_states and self.state_slot is None)
@@ -160,6 +166,7 @@ class Request:
             if self.computed != self.boundary:
                 raise InvalidRequest(f"{self} has lost its working state and cannot go on")
             await self._core.call(m.Prepare(self._lease, self.state_slot))
+            self._check_alive()
             self._state_at = self.boundary
         self.status = "running"
         return self.match
@@ -232,6 +239,7 @@ class Request:
         `position`; without one `InvalidRequest` is raised and nothing changes.
         """
         self._check_alive()
+        position = integer("position", position)
         self._check_no_steps("rollback")
         if not self.boundary <= position <= self._key.length:
             raise InvalidRequest(
@@ -244,8 +252,10 @@ class Request:
             await self._core.call(
                 m.CopyWorkingState(self._snapshot[0], self.state_slot, self.id, self.fences())
             )
+            self._check_alive()
             self._state_at = position
         self._key = self._key.cut(position)
+        self.prompt_tokens = min(self.prompt_tokens, position)
         self.computed = min(self.computed, position)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -257,8 +267,7 @@ class Request:
         something computes at the same boundaries as one that does not.
         """
         self._check_alive()
-        if limit < 1:
-            raise InvalidRequest(f"a chunk of {limit} tokens")
+        limit = integer("limit of a chunk", limit, 1)
         start = self.computed
         end = min((start // limit + 1) * limit, self._key.length)
         for wanted in self._lease.wanted:
@@ -298,12 +307,14 @@ class Request:
 
     def step_abandoned(self, start: int, *, was_launched: bool) -> None:
         """For `Step`: the pass was given up; what it may have written counts for nothing."""
-        if self.status in ("finished", "aborted"):
+        if self._over or self._core.stopped:
             return
         if was_launched:
             self._tokens_computed -= self.computed - start
             self.computed = start
-        self._state_at = None  # an abandoned pass may have overwritten it
+        self._state_at = None  # an abandoned pass may have overwritten it, and a snapshot too
+        if self._snapshot is not None and self._snapshot[1] > self.computed:
+            self._drop_snapshot()
 
     # -- publishing ----------------------------------------------------------------------------
 
@@ -313,6 +324,7 @@ class Request:
         Nothing is evicted for it. The next checkpoint or finish at or beyond `position` donates it.
         """
         self._check_alive()
+        position = integer("position", position)
         core = self._core
         if not core.has_states or position % core.grid or position <= self.computed:
             self._refused("off_grid" if position % core.grid else "unsettled")
@@ -392,7 +404,7 @@ class Request:
             await core.call(m.CopyWorkingState(self.state_slot, slot, self.id, self.fences()))
             self._check_alive()  # whoever ended the request meanwhile gave the slot back
         except BaseException:
-            if self.status not in ("finished", "aborted"):
+            if not self._over:
                 self._copy_slot = 0
                 self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
             raise
@@ -430,8 +442,10 @@ class Request:
         self._check_launched("fork")
         if self.computed != self.settled or self.status != "running":
             raise InvalidRequest(f"{self} cannot be forked: not running, or beyond its tokens")
-        await self.checkpoint(state=False)
         core = self._core
+        if name in core.requests:
+            raise InvalidRequest(f"request {name!r} is running")
+        await self.checkpoint(state=False)
         lease = core.run(m.Fork(self._lease, name or core.next_id()))
         assert isinstance(lease, TreeLease)
         twin = Request(core, lease.owner, self._key, lease, self.match)
@@ -441,13 +455,14 @@ class Request:
             twin.computed = self.computed
             await twin.allocate(0)
             await self._copy_to(twin)
+            self._check_alive()
+            core.opened(twin)
             twin._state_at = self._state_at
             twin.status = "running"
             ready = True
         finally:
             if not ready:
                 twin.abort()
-        core.opened(twin)
         return twin
 
     async def _copy_to(self, twin: Request) -> None:
@@ -472,6 +487,8 @@ class Request:
         nothing is published and everything is given back.
         """
         self._check_alive()
+        if publish not in _PUBLISH:
+            raise InvalidRequest(f"publish is {publish!r}; there are {_PUBLISH}")
         self._check_launched("finish")
         position = self._publishable(publish)
         published = self.boundary
@@ -503,7 +520,7 @@ class Request:
 
         What steps and copies in flight may still touch comes back after them.
         """
-        if self.status not in ("finished", "aborted"):
+        if not self._over:
             self._end("aborted", self.boundary)
 
     def _end(self, how: Literal["finished", "aborted"], published: int) -> None:
@@ -537,6 +554,10 @@ class Request:
     # -- small helpers -------------------------------------------------------------------------
 
     @property
+    def _over(self) -> bool:
+        return self.status in ("finished", "aborted")
+
+    @property
     def _former_generation(self) -> bool:
         """The cache was reset since: the request goes on with what it has and publishes nothing."""
         return self._lease.generation != self._core.tree.generation
@@ -565,7 +586,7 @@ class Request:
 
     def _check_alive(self) -> None:
         self._core.check_open()
-        if self.status in ("finished", "aborted"):
+        if self._over:
             raise StaleHandle(f"{self} is over")
 
     def _check_launched(self, what: str) -> None:
@@ -583,7 +604,8 @@ def _undo_nothing(answer: object) -> None:
 
 def check_breakpoints(breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
     """Raise `InvalidRequest` for a breakpoint outside the prompt."""
-    for position in breakpoints:
-        if not 0 <= position <= length:
+    positions = tuple(integer("breakpoint", position) for position in breakpoints)
+    for position in positions:
+        if position > length:
             raise InvalidRequest(f"breakpoint {position} of a prompt of {length} tokens")
-    return tuple(breakpoints)
+    return positions

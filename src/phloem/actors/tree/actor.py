@@ -25,7 +25,7 @@ from phloem.actors.tree.node import NO_SLOT
 from phloem.actors.tree.tree import Actions, InsertResult, Tree
 from phloem.actors.tree.tree import Evicted as EvictedFigures
 from phloem.actors.tree.tree import Match as MatchResult
-from phloem.errors import StaleHandle
+from phloem.errors import InvalidRequest, StaleHandle
 from phloem.events import (
     Event,
     Evicted,
@@ -231,7 +231,11 @@ class TreeActor:
         )
         taken: Ids = array("i")
         if account:
-            ledger.accounts[account].fences = message.after
+            held = ledger.accounts[account]
+            if message.after or held.fences:
+                # Together with those of an insert whose duplicates are still on their way back.
+                before = (fence for fence in held.fences if not fence.passed)
+                held.fences = (*before, *message.after)
             taken = self._adopt(message, result, account)
         if self._emit is not None:
             self._emit(
@@ -294,14 +298,15 @@ class TreeActor:
         self._check_ours(lease)
         assert self._transfer is not None
         source = self.tree.state_of(lease)
+        if source == NO_SLOT and lease.boundary:
+            raise InvalidRequest(f"there is no state at the boundary of {lease} any more")
         if source == NO_SLOT:
             if lease.has_state:
                 self._release_state(lease)  # nothing there to protect
             operation = self._new_operation(None)
             self._domain.send(self._transfer, ClearState(operation.number, message.target))
         else:
-            if not lease.has_state:
-                raise StaleHandle(f"{lease} has given up its state")
+            self.tree.take_state(lease)
             operation = self._new_operation(lease)
             self._domain.send(self._transfer, CopyState(operation.number, source, message.target))
         return LATER
@@ -330,7 +335,7 @@ class TreeActor:
     def _on_copied(self, message: m.Copied) -> None:
         operation = self.operations.pop(message.op)
         lease = operation.lease
-        if lease is not None and lease.live and lease.has_state:
+        if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):
             self._release_state(lease)
         if operation.reply.done or operation.reply.abandoned:
             return
@@ -338,6 +343,10 @@ class TreeActor:
             self._domain.complete(operation.reply, operation.number)
         else:
             self._domain.fail(operation.reply, message.error)
+
+    def _reads_under(self, lease: Lease) -> bool:
+        """A caller who left and came back may have a second copy of the same state in flight."""
+        return any(operation.lease is lease for operation in self.operations.values())
 
     # -- eviction ------------------------------------------------------------------------------
 

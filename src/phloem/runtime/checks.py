@@ -1,0 +1,21 @@
+"""Checks of a caller's arguments, before anything is asked of the actors."""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+from phloem.errors import InvalidRequest
+
+__all__ = ["integer"]
+
+
+def integer(what: str, value: SupportsIndex, least: int = 0) -> int:
+    """`value` as an int. Raises `InvalidRequest` unless it is a whole number, `least` or more."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidRequest(f"{what} is {value!r}, not a whole number") from None
+    if number < least:
+        raise InvalidRequest(f"{what} is {number}; at least {least}")
+    return number
