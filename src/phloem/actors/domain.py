@@ -276,7 +276,7 @@ class Domain:
         while queue and (limit is None or turns < limit):
             turns += 1
             actor, message, reply, cause = queue.popleft()
-            if reply is not None and self._room:
+            if self._room and len(queue) + self._let_in < self._capacity:
                 self._admit()
             if reply is None:
                 self._turn(actor, message, None, cause)
