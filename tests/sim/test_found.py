@@ -22,8 +22,7 @@ async def test_callers_are_let_in_when_sent_messages_leave_the_queue() -> None:
     domain = Domain(inline=False, capacity=1)
     domain.loop = asyncio.get_running_loop()
     echo = _Echo()
-    domain.send(echo, "sent, not asked")
-    answers = await asyncio.wait_for(
-        asyncio.gather(*(domain.call(echo, f"asked {number}") for number in range(3))), 5
-    )
+    callers = [asyncio.create_task(domain.call(echo, f"asked {number}")) for number in range(3)]
+    domain.send(echo, "sent, not asked")  # fills the queue before any of them has run
+    answers = await asyncio.wait_for(asyncio.gather(*callers), 5)
     assert answers == ["asked 0", "asked 1", "asked 2"]
