@@ -13,7 +13,7 @@ import torch
 from phloem.cuda_streams.batches import Copy, CopyBatch
 from phloem.cuda_streams.device import DeviceEngine, DeviceStream
 from phloem.cuda_streams.device_mover import _runs
-from phloem.cuda_streams.engine import CopyFailed, Ticket
+from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket
 from phloem.cuda_streams.fences import Fence, LoopPoster, StepTicket
 from phloem.cuda_streams.host import HostMemory
 from phloem.cuda_streams.pools import DevicePools, HostPools
@@ -105,10 +105,33 @@ async def test_bulk_goes_through_a_window_and_urgent_past_it(bench: Bench) -> No
     await bulk[1].placed.reached()
     urgent = engine.submit(CopyBatch("d2h", (backup(bench, 9, 9),), after))
     await urgent.placed.reached()
-    assert order == [0, 1, urgent.seq], "two of the bulk, then the urgent one"
+    launched = list(order)
     gate.set()
+    assert launched == [0, 1, urgent.seq], "two of the bulk, then the urgent one"
     await engine.drain()
     assert order == [0, 1, urgent.seq, 2, 3, 4, 5] and all(ticket.done for ticket in bulk)
+    stream.close()
+
+
+async def test_cancelled_before_its_launch_it_ends_after_what_it_waits_for(bench: Bench) -> None:
+    launcher, running = threading.Event(), threading.Event()
+    engine = bench.engine(lambda ticket, _: (ticket.seq == 0 and launcher.wait(10), None)[1])
+    driver, post = bench.driver, LoopPoster(asyncio.get_running_loop())
+    forward = driver.new_stream("forward")
+    assert isinstance(forward, FakeStream)
+    stream = DeviceStream("forward", forward, driver, post)
+    forward.put(lambda: (running.wait(), None)[1])
+    fence = stream.record()  # recorded, so nothing keeps the ticket from being launched
+    engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
+    cancelled = engine.submit(CopyBatch("d2h", (backup(bench, 3, 4),), after=(fence,)))
+    cancelled.cancel()
+    launcher.set()
+    await asyncio.sleep(0.05)
+    early = cancelled.done
+    running.set()
+    with pytest.raises(CopyCancelled, match="never started"):
+        await cancelled
+    assert not early and fence.passed
     stream.close()
 
 

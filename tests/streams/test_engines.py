@@ -314,9 +314,11 @@ class TestCancel:
 
         engine = bench.engine(fault)
         ticket = engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),), by_layer=True))
+        last = ticket.layer_fence(3)
         with pytest.raises(CopyCancelled, match="after 3 layers"):
             await ticket
         assert ticket.layers_done == 3
+        await asyncio.wait_for(last.reached(), 5)  # whoever waits for a layer is let go
         with pytest.raises(CopyCancelled):
             await ticket.layer(3)
         await ticket.layer(2)

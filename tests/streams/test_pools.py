@@ -205,8 +205,8 @@ class TestAdopted:
         kv = {3: (cache[:, 0], cache[:, 1]), 7: (k, v)}
         states = {
             number: {
+                "conv": torch.zeros((5, 5, 3), dtype=torch.bfloat16),  # not the layout's order
                 "recurrent": torch.zeros((10, 4, 8, 8))[2:7],
-                "conv": torch.zeros((5, 5, 3), dtype=torch.bfloat16),
             }
             for number in range(8)
             if HYBRID.layers[number].states
@@ -311,7 +311,7 @@ class TestRowPool:
         memory = torch.zeros((4, 64 if size == 32 else size), dtype=torch.uint8)
         odd = RowPool("odd", "device", 4, [[memory[:, start : start + size]]])
         even = RowPool("even", "host", 4, [[torch.zeros((4, size), dtype=torch.uint8)]])
-        ((a, b),) = odd.pairs(0, even)
+        ((a, b, _),) = odd.pairs(0, even)
         assert a.element_size() == b.element_size() == word
         a.fill_(1)
         assert memory.any()

@@ -78,6 +78,9 @@ class Copy:
         _distinct("target_ids", target_ids)
         if self.source.part_bytes != self.target.part_bytes:
             raise InvalidRequest(f"{self.source!r} and {self.target!r} differ in layout")
+        both_coded = self.source.is_coded and self.target.is_coded
+        if both_coded and self.source.codecs != self.target.codecs:
+            raise InvalidRequest(f"{self.source!r} and {self.target!r} are coded differently")
         object.__setattr__(self, "source_ids", source_ids)
         object.__setattr__(self, "target_ids", target_ids)
 

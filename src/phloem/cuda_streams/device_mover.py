@@ -3,6 +3,7 @@
 Across the link a copy goes *direct*, each part of each row as a piece of one batched call, or
 *staged*: rows are gathered on the device into a buffer laid out like the host's rows, and cross as
 whole rows. Direct reaches the link's rate only for large parts, but lets layers land one by one.
+Pools with coded parts go part by part, coded and decoded on the device.
 The buffer is used by one stream only, so the stream's own order protects it.
 """
 
@@ -35,7 +36,10 @@ class DeviceMover:
 
     def can_layer(self, item: CopyItem) -> bool:
         """Whether layers of this item can land one by one."""
-        return isinstance(item, Clear) or _on_device(item) or self._driver.batch_copy is not None
+        if isinstance(item, Clear) or _on_device(item):
+            return True
+        coded = item.source.is_coded or item.target.is_coded
+        return coded or self._driver.batch_copy is not None
 
     def whole(self, item: CopyItem) -> None:
         """Enqueue all layers of an item, the fastest way."""
@@ -55,6 +59,8 @@ class DeviceMover:
             self._put(partial(_clear, item, layer, self._driver.device))
         elif _on_device(item):
             self._put(partial(_move, item, layer, self._driver.device))
+        elif item.source.is_coded or item.target.is_coded:
+            self._put(partial(_coded, item, layer, self._driver.device))
         elif (batch_copy := self._driver.batch_copy) is not None:
             batch_copy(self._stream, *_pieces(item, layer))
         else:
@@ -65,7 +71,7 @@ class DeviceMover:
 
     def _is_direct(self, item: Copy) -> bool:
         host = item.target if item.target.tier == "host" else item.source
-        if host.whole is None or host.whole.shape[1] > len(self._stage):
+        if host.whole is None or host.is_coded or host.whole.shape[1] > len(self._stage):
             return True
         parts = sum(map(len, item.target.part_bytes))
         big = item.target.row_bytes >= parts * _DIRECT_BYTES
@@ -91,7 +97,7 @@ class DeviceMover:
                 stage[at : at + length].copy_(whole[row : row + length], non_blocking=True)
         for layer in range(host.layers):
             pairs = item.target.pairs(layer, item.source)
-            for (target, source), part in zip(pairs, host.parts(layer), strict=True):
+            for (target, source, _), part in zip(pairs, host.parts(layer), strict=True):
                 # The same place in a row of the buffer as in a row of the host's memory.
                 offset = part.storage_offset() - whole.storage_offset()
                 held = stage[:, offset : offset + part.shape[1]].view(target.dtype)
@@ -116,20 +122,38 @@ def _clear(item: Clear, layer: int, device: torch.device) -> None:
 
 def _move(item: Copy, layer: int, device: torch.device) -> None:
     source_index, target_index = (index.to(device, non_blocking=True) for index in item.index)
-    for target, source in item.target.pairs(layer, item.source):
+    for target, source, _ in item.target.pairs(layer, item.source):
         target.index_copy_(0, target_index, source.index_select(0, source_index))
 
 
 def _row_by_row(item: Copy, layer: int) -> None:
-    for target, source in item.target.pairs(layer, item.source):
+    for target, source, _ in item.target.pairs(layer, item.source):
         for target_id, source_id in zip(item.target_ids, item.source_ids, strict=True):
             target[target_id].copy_(source[source_id], non_blocking=True)
+
+
+def _coded(item: Copy, layer: int, device: torch.device) -> None:
+    down = item.target.tier == "host"
+    # Temporaries are allocated on the stream that uses them, so its order protects them.
+    index = item.index[0 if down else 1].to(device, non_blocking=True)
+    for target, source, convert in item.target.pairs(layer, item.source):
+        if down:
+            rows = source.index_select(0, index)
+            rows = rows if convert is None else convert(rows)
+            for number, target_id in enumerate(item.target_ids):
+                target[target_id].copy_(rows[number], non_blocking=True)
+        else:
+            shape = (len(item.source_ids), source.shape[1])
+            rows = torch.empty(shape, dtype=source.dtype, device=device)
+            for number, source_id in enumerate(item.source_ids):
+                rows[number].copy_(source[source_id], non_blocking=True)
+            target.index_copy_(0, index, rows if convert is None else convert(rows))
 
 
 def _pieces(item: Copy, layer: int) -> tuple[Addresses, Addresses, Addresses]:
     """(target addresses, source addresses, sizes) of all parts of a layer's rows."""
     columns: list[list[Addresses]] = [[], [], []]
-    for target, source in item.target.pairs(layer, item.source):
+    for target, source, _ in item.target.pairs(layer, item.source):
         size = target.shape[1] * target.element_size()
         for column, rows, ids in (
             (columns[0], target, item.target_ids),

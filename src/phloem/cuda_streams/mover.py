@@ -34,7 +34,11 @@ class RowMover:
             for part in item.target.parts(layer):
                 part.index_fill_(0, item.index, 0)
             return
-        for target, source in item.target.pairs(layer, item.source):
+        for target, source, convert in item.target.pairs(layer, item.source):
+            if convert is not None:
+                source_index, target_index = item.index
+                target.index_copy_(0, target_index, convert(source.index_select(0, source_index)))
+                continue
             row_bytes = target.shape[1] * target.element_size()
             if len(item.target_ids) * row_bytes >= len(item.runs) * self.run_bytes:
                 self._in_runs(item, source, target, row_bytes)

@@ -10,13 +10,14 @@ A model sees tensors by layer, indexed by page id or slot. Copies see a `RowPool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from phloem.cuda_streams.codec import Int8Codec
 from phloem.cuda_streams.host import (
     HostMemory,
     HostMemoryShort,
@@ -26,7 +27,7 @@ from phloem.cuda_streams.host import (
 from phloem.cuda_streams.specs import KVSpec, Layered, LayerSpec, StateSpec, aligned, torch_dtype
 from phloem.errors import InvalidRequest
 
-__all__ = ["DevicePools", "HostPools", "LayerKV", "RowPool", "Tier"]
+__all__ = ["DevicePools", "HostPools", "LayerKV", "Pair", "RowPool", "Tier"]
 
 Tier = Literal["device", "host"]
 
@@ -39,11 +40,23 @@ def _word_bytes(part: Tensor) -> int:
     return next(word for word in _WORDS if all(size % word == 0 for size in sizes))
 
 
+class Pair(NamedTuple):
+    """A part of a layer on its way: [count, words] each, of the widest word that fits both.
+
+    Where one side is coded both are bytes, and `convert` makes rows of the target of the source's.
+    """
+
+    target: Tensor
+    source: Tensor
+    convert: Callable[[Tensor], Tensor] | None
+
+
 class RowPool:
     """`count` rows of bytes, each with its parts by model layer.
 
     Ids are row numbers: page ids for a KV pool, slots for a state pool. Two pools with equal
-    `part_bytes` can be copied between, whatever their physical order.
+    `part_bytes` can be copied between, whatever their physical order. Those are plain bytes: a
+    pool below the device may keep some of its parts coded.
     """
 
     def __init__(
@@ -55,8 +68,10 @@ class RowPool:
         *,
         whole: Tensor | None = None,
         piece_rows: int | None = None,
+        codecs: Sequence[Sequence[Int8Codec | None]] | None = None,
     ) -> None:
-        """`layers[l]` are the parts of model layer `l`: uint8 [count, bytes], dense in a row.
+        """`layers[l]` are the parts of model layer `l`: uint8 [count, bytes], dense in a row;
+        `codecs[l]` say how they are coded, if they are.
 
         `whole`, for a page-first pool, is its memory [count, bytes]; the parts are views of it.
         No single copy may cross a multiple of `piece_rows` rows of it.
@@ -74,7 +89,17 @@ class RowPool:
         self.count = count
         self.whole = whole
         self.piece_rows = piece_rows or max(1, count)
-        self.part_bytes = tuple(tuple(part.shape[1] for part in parts) for parts in layers)
+        self.codecs = (
+            tuple(map(tuple, codecs)) if codecs else tuple((None,) * len(parts) for parts in layers)
+        )
+        self.stored_bytes = tuple(tuple(part.shape[1] for part in parts) for parts in layers)
+        self.part_bytes = tuple(
+            tuple(
+                size if codec is None else codec.part_bytes
+                for size, codec in zip(sizes, coded, strict=True)
+            )
+            for sizes, coded in zip(self.stored_bytes, self.codecs, strict=True)
+        )
         self._parts = tuple(tuple(parts) for parts in layers)
         self._words = tuple(tuple(_word_bytes(part) for part in parts) for parts in layers)
 
@@ -89,7 +114,12 @@ class RowPool:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all layers, alignment included."""
-        return sum(map(sum, self.part_bytes)) if self.whole is None else self.whole.shape[1]
+        return sum(map(sum, self.stored_bytes)) if self.whole is None else self.whole.shape[1]
+
+    @property
+    def is_coded(self) -> bool:
+        """Some part is not kept as plain bytes."""
+        return any(codec is not None for coded in self.codecs for codec in coded)
 
     @property
     def is_meta(self) -> bool:
@@ -100,16 +130,21 @@ class RowPool:
         """The parts of a model layer as uint8 [count, bytes]; empty if it keeps nothing here."""
         return self._parts[layer]
 
-    def pairs(self, layer: int, other: RowPool) -> list[tuple[Tensor, Tensor]]:
-        """(own part, other's part) of a layer, as [count, words] of the widest common word.
-
-        The pools must have equal `part_bytes`.
-        """
-        out: list[tuple[Tensor, Tensor]] = []
-        words = zip(self._words[layer], other._words[layer], strict=True)
-        for own, its, both in zip(self._parts[layer], other._parts[layer], words, strict=True):
-            word = _WORDS[min(both)]
-            out.append((own.view(word), its.view(word)))
+    def pairs(self, layer: int, source: RowPool) -> list[Pair]:
+        """How the parts of a layer come here from `source`, which has equal `part_bytes`."""
+        out: list[Pair] = []
+        for number, (own, its) in enumerate(
+            zip(self._parts[layer], source._parts[layer], strict=True)
+        ):
+            own_codec, its_codec = self.codecs[layer][number], source.codecs[layer][number]
+            if own_codec == its_codec:
+                words = (self._words[layer][number], source._words[layer][number])
+                word = _WORDS[min(words)]
+                out.append(Pair(own.view(word), its.view(word), None))
+            elif own_codec is not None:
+                out.append(Pair(own, its, own_codec.encode))
+            elif its_codec is not None:
+                out.append(Pair(own, its, its_codec.decode))
         return out
 
 
@@ -274,7 +309,11 @@ class DevicePools:
         return cls(
             page_size=page_size,
             kv={number: LayerKV(k, v) for number, (k, v) in sorted(kv.items())},
-            states={number: dict(named) for number, named in sorted(states.items())},
+            states={
+                number: {spec.name: states[number][spec.name] for spec in layer.states}
+                for number, layer in enumerate(layout.layers)
+                if layer.states
+            },
             kv_rows=RowPool("device kv", "device", counts["kv"], parts["kv"]),
             state_rows=RowPool("device states", "device", counts["states"], parts["states"]),
             device=next(iter(given.values())).device,
@@ -322,22 +361,28 @@ class HostPools:
         states: int,
         available: Callable[[], int] = available_bytes,
         memory: Callable[[int, int], HostMemory] = ordinary_memory,
+        int8_states: Collection[str] = (),
     ) -> HostPools:
         """`pages` pages and `states` slots with the row layout of `like`; none is reserved.
 
+        The states named in `int8_states` are kept as 8-bit codes (`Int8Codec`), the others exact.
+
         `memory(count, row_bytes)` gives what a pool lives in: ordinary memory, or pinned.
-        Raises InvalidRequest for negative sizes, and HostMemoryShort with nothing taken when both
-        pools together do not fit.
+        Raises InvalidRequest for negative sizes and names of no state, and HostMemoryShort with
+        nothing taken when both pools together do not fit.
         """
         for what, count in (("pages", pages), ("states", states)):
             if count < 0:
                 raise InvalidRequest(f"{what} is {count}; at least 0")
-        asked = pages * _row_bytes(like.kv_rows) + states * _row_bytes(like.state_rows)
+        kv_codecs: Codecs = [[None] * len(sizes) for sizes in like.kv_rows.part_bytes]
+        codecs = _state_codecs(like, int8_states)
+        asked = pages * _row_bytes(like.kv_rows, kv_codecs)
+        asked += states * _row_bytes(like.state_rows, codecs)
         if asked > (left := available()):
             raise HostMemoryShort(asked, left)
         return cls(
-            kv_rows=_page_first("host kv", like.kv_rows, pages, memory),
-            state_rows=_page_first("host states", like.state_rows, states, memory),
+            kv_rows=_page_first("host kv", like.kv_rows, pages, memory, kv_codecs),
+            state_rows=_page_first("host states", like.state_rows, states, memory, codecs),
         )
 
     @property
@@ -347,23 +392,57 @@ class HostPools:
         return sum(pool.count * pool.row_bytes for pool in pools)
 
 
-def _row_bytes(like: RowPool) -> int:
+Codecs = list[list[Int8Codec | None]]
+
+
+def _state_codecs(like: DevicePools, int8_states: Collection[str]) -> Codecs:
+    """For each layer and named state of it how it is coded."""
+    known = {name for named in like.states.values() for name in named}
+    if unknown := set(int8_states) - known:
+        raise InvalidRequest(f"no state is called {min(unknown)!r}; there are {sorted(known)}")
+    codecs: Codecs = []
+    for layer, sizes in enumerate(like.state_rows.part_bytes):
+        named = like.states.get(layer, {})
+        codecs.append(
+            [
+                Int8Codec(tuple(state.shape[1:]), str(state.dtype).removeprefix("torch."), size)
+                if name in int8_states
+                else None
+                for (name, state), size in zip(named.items(), sizes, strict=True)
+            ]
+        )
+    return codecs
+
+
+def _stored(like: RowPool, codecs: Codecs) -> list[list[int]]:
+    """Bytes of each part of each layer as they are kept."""
+    return [
+        [size if codec is None else codec.coded_bytes for size, codec in zip(*both, strict=True)]
+        for both in zip(like.part_bytes, codecs, strict=True)
+    ]
+
+
+def _row_bytes(like: RowPool, codecs: Codecs) -> int:
     """Bytes of a page-first row for the parts of `like`."""
-    return sum(aligned(size) for sizes in like.part_bytes for size in sizes)
+    return sum(aligned(size) for sizes in _stored(like, codecs) for size in sizes)
 
 
 def _page_first(
-    name: str, like: RowPool, count: int, memory: Callable[[int, int], HostMemory]
+    name: str,
+    like: RowPool,
+    count: int,
+    memory: Callable[[int, int], HostMemory],
+    codecs: Codecs,
 ) -> RowPool:
-    rows, piece_rows = memory(count, _row_bytes(like))
+    rows, piece_rows = memory(count, _row_bytes(like, codecs))
     layers: list[list[Tensor]] = []
     start = 0
-    for sizes in like.part_bytes:
+    for sizes in _stored(like, codecs):
         layers.append([])
         for size in sizes:
             layers[-1].append(rows[:, start : start + size])
             start += aligned(size)
-    return RowPool(name, "host", count, layers, whole=rows, piece_rows=piece_rows)
+    return RowPool(name, "host", count, layers, whole=rows, piece_rows=piece_rows, codecs=codecs)
 
 
 def _check_sizes(layers: Sequence[LayerSpec], pages: int, states: int, page_size: int) -> None:

@@ -73,8 +73,10 @@ def _work(batch: CopyBatch, layers: Sequence[int]) -> tuple[int, int]:
     nbytes = runs = 0
     for item in batch.items:
         pieces = len(item.runs) if isinstance(item, Copy) else len(item.target_ids)
+        source = item.source if isinstance(item, Copy) else item.target
         for layer in layers:
-            parts = item.target.part_bytes[layer]
+            # What is coded on one side crosses the link coded.
+            parts = list(map(min, source.stored_bytes[layer], item.target.stored_bytes[layer]))
             nbytes += sum(parts) * len(item.target_ids)
             runs += pieces * len(parts)
     return nbytes, runs

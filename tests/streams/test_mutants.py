@@ -1,0 +1,175 @@
+"""Hand-made mutants of the engines, each with the test that kills it.
+
+A suite that passes with a broken engine proves nothing. The list is checked against the sources at
+every run; the mutants themselves are run with PHLOEM_FUZZ set (a few seconds each).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "phloem"
+
+
+class Mutant(NamedTuple):
+    what: str
+    file: str
+    old: str
+    new: str
+    killer: str
+
+
+MUTANTS = [
+    Mutant(
+        "`after` is ignored", "dispatch.py",
+        "named = (*batch.after, *batch.requires)", "named = (*batch.requires,)",
+        "test_engines.py::TestOrder::test_after_orders_and_requires_needs",
+    ),
+    Mutant(
+        "`requires` does not order", "dispatch.py",
+        "named = (*batch.after, *batch.requires)", "named = (*batch.after,)",
+        "test_engines.py::TestOrder::test_after_orders_and_requires_needs",
+    ),
+    Mutant(
+        "a failure does not spread", "dispatch.py",
+        "if needed.error is not None:", "if needed.error is self:",
+        "test_engines.py::TestOrder::test_a_failure_spreads_by_requires_only",
+    ),
+    Mutant(
+        "bytes in flight leak", "dispatch.py",
+        "self._inflight[ticket.batch.channel] -= ticket.batch.nbytes", "pass",
+        "test_engines.py::TestWaiting::test_done_means_quiet",
+    ),
+    Mutant(
+        "a cancelled ticket ends before what it waits for", "dispatch.py",
+        "if self._dead is None and not self._closed:", "if False:",
+        "test_device.py::test_cancelled_before_its_launch_it_ends_after_what_it_waits_for",
+    ),
+    Mutant(
+        "a dead engine takes batches", "dispatch.py",
+        "if self._dead is not None:\n                raise", "if False:\n                raise",
+        "test_engines.py::TestEnds::test_a_dead_engine_fails_everything_and_hangs_nothing",
+    ),
+    Mutant(
+        "age before priority", "dispatch.py",
+        "key = (ticket.batch.priority, ticket.seq)", "key = (0, ticket.seq)",
+        "test_engines.py::TestOrder::test_priority_then_age_among_the_ready",
+    ),
+    Mutant(
+        "waiters before the outcome", "engine.py",
+        "assert not self.done", "self.quiesced.mark_passed()\n        assert self",
+        "test_engines.py::TestWaiting::test_done_means_quiet",
+    ),
+    Mutant(
+        "a cancelled waiter takes the copy along", "engine.py",
+        "if waiter in self._waiters:", "self.cancel()\n            if waiter in self._waiters:",
+        "test_engines.py::TestWaiting::test_a_cancelled_waiter_leaves_copy_and_others",
+    ),
+    Mutant(
+        "those who wait for a layer are left when the copy ends early", "engine.py",
+        "for fence in fences.values():", "for fence in ():",
+        "test_engines.py::TestCancel::test_running_ends_at_a_layer_boundary",
+    ),
+    Mutant(
+        "progress runs a layer ahead", "threads.py",
+        "ticket.progress(layer + 1)", "ticket.progress(layer + 2)",
+        "test_engines.py::TestCancel::test_running_ends_at_a_layer_boundary",
+    ),
+    Mutant(
+        "staged rows go to the source's places", "mover.py",
+        "target.index_copy_(0, target_index[chunk], held)",
+        "target.index_copy_(0, source_index[chunk], held)",
+        "test_engines.py::TestBytes::test_all_channels_and_kinds",
+    ),
+    Mutant(
+        "runs join where only one side goes on", "batches.py",
+        "(np.diff(source) != 1) | (np.diff(target) != 1)", "np.diff(source) != 1",
+        "test_batches.py::test_coalescing_rebuilds_the_same_pairs_in_the_fewest_runs",
+    ),
+    Mutant(
+        "a step is over at its end, whatever its stream still runs", "fences.py",
+        "if self._recorded is None:", "if self._recorded is not self:",
+        "test_fences.py::TestStepTicket::test_needs_both_the_end_and_the_stream",
+    ),
+    Mutant(
+        "a stream that runs something looks idle", "threads.py",
+        "if not self._busy and not self._queue:", "if not self._queue:",
+        "test_worker_stream.py::test_a_cancelled_caller_leaves_the_function_running",
+    ),
+    Mutant(
+        "a device's copy does not wait for the events before it", "device.py",
+        "if (event := fence.event) is not None:", "if (event := None) is not None:",
+        "test_device.py::test_streams_wait_for_events_and_the_host_for_nothing",
+    ),
+    Mutant(
+        "bulk has no window", "device.py",
+        "if priority > 0 and not ending", "if priority > 9 and not ending",
+        "test_device.py::test_bulk_goes_through_a_window_and_urgent_past_it",
+    ),
+    Mutant(
+        "copies cross registered pieces", "device_mover.py",
+        "| (array[1:] % piece_rows == 0)", "",
+        "test_device.py::test_runs_end_at_pieces",
+    ),
+    Mutant(
+        "targets are not poisoned", "hazards.py",
+        "rows[list(item.target_ids)] = _poison(rows.shape[1])", "pass",
+        "test_virtual.py::TestHazards::test_an_early_read_is_loud",
+    ),
+    Mutant(
+        "virtual order is never fuzzed", "virtual.py",
+        "if self._rng is None:", "if self is not None:",
+        "test_virtual.py::TestRepeatability::test_order_is_fuzzed_within_what_was_asked",
+    ),
+]  # fmt: skip
+
+
+def run_tests(source: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:randomly", "--timeout", "30"]
+    return subprocess.run(
+        [*command, *(str(ROOT / "tests" / "streams" / test) for test in tests)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+def test_each_mutant_is_still_to_be_made(mutant: Mutant) -> None:
+    text = (PACKAGE / "cuda_streams" / mutant.file).read_text()
+    assert text.count(mutant.old) == 1
+    name, *parts = mutant.killer.split("::")
+    assert f"def {parts[-1]}(" in (ROOT / "tests" / "streams" / name).read_text()
+
+
+needs_fuzz = pytest.mark.skipif(not os.environ.get("PHLOEM_FUZZ"), reason="PHLOEM_FUZZ is not set")
+
+
+@pytest.mark.fuzz
+@needs_fuzz
+def test_without_a_mutation_the_killers_pass(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "phloem")
+    done = run_tests(tmp_path, sorted({mutant.killer for mutant in MUTANTS}))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.fuzz
+@needs_fuzz
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+def test_killed(mutant: Mutant, tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "phloem")
+    file = tmp_path / "phloem" / "cuda_streams" / mutant.file
+    file.write_text(file.read_text().replace(mutant.old, mutant.new))
+    done = run_tests(tmp_path, [mutant.killer])
+    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout
