@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: venv demo test check bench fuzz clean
+.PHONY: venv demo test check bench bench-peers fuzz clean
 
 venv: $(READY)
 
@@ -33,6 +33,10 @@ check: venv
 
 bench: venv
 	$(BIN)/python -m benchmarks
+
+# Needs about 5 GB for the peers' own environments, in ~/.cache/peers or $(PEERS_VENVS).
+bench-peers: venv
+	$(BIN)/python -m benchmarks.peers
 
 fuzz: venv
 	PHLOEM_FUZZ=1 $(BIN)/python -m pytest -q -m fuzz

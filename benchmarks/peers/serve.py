@@ -111,7 +111,7 @@ def _extend(
     spent: dict[Operation, int],
     held: Tokens | None,
 ) -> Place:
-    """Compute up to `stop`: allocate, insert with a state there, and stand there if more follows."""
+    """Compute up to `stop`: allocate and insert with a state; where the request stands then."""
     clock, hit = record.clock, place.match.hit
     slots, state = _room(adapter, stop - hit, record, spent)
     if held is not None and not adapter.fused:

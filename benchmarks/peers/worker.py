@@ -65,7 +65,7 @@ Figures = dict[str, object]
 
 
 def _clock(workload: str) -> Clock:
-    """Operations of milliseconds are preempted too often to drop: their thread's CPU time counts."""
+    """Operations of milliseconds are preempted too often to be dropped: CPU time counts."""
     return cpu_clock if workload in ("W2", "W6") else wall_clock
 
 
@@ -163,9 +163,7 @@ def _build(
     return leaves, inner, count
 
 
-def _probe(
-    adapter: Adapter, leaves: list[Tokens], edge: int, rng: np.random.Generator
-) -> Figures:
+def _probe(adapter: Adapter, leaves: list[Tokens], edge: int, rng: np.random.Generator) -> Figures:
     """Matches that hit, leases, and matches that miss, at full size."""
     hits: list[int] = []
     leases: list[int] = []

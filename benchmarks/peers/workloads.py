@@ -45,7 +45,9 @@ def random_tokens(rng: np.random.Generator, count: int) -> Tokens:
     return rng.integers(1, VOCABULARY, count, dtype=np.int64)
 
 
-def chat(sessions: int = 200, turns: int = 8, system: int = 512, turn: int = 150) -> Iterator[Request]:
+def chat(
+    sessions: int = 200, turns: int = 8, system: int = 512, turn: int = 150
+) -> Iterator[Request]:
     """W1 and W4: one system prompt for all, sessions interleaved turn by turn."""
     rng = np.random.default_rng(1)
     shared = random_tokens(rng, system)

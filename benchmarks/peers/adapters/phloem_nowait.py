@@ -4,6 +4,8 @@ Namespaces, leases with owners, ownership checks and the ledger are all in place
 the peers' are.
 """
 
+# ruff: noqa: ARG002  the protocol's arguments are not all of use to each library
+
 from __future__ import annotations
 
 import numpy as np

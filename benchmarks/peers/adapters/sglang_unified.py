@@ -1,5 +1,8 @@
 """SGLang's UnifiedRadixCache with full KV and mamba components; either tree core."""
 
+# ruff: noqa: E402  stand-ins and settings must be in place before the library is imported
+# ruff: noqa: ARG002  the protocol's arguments are not all of use to each library
+
 from __future__ import annotations
 
 import logging

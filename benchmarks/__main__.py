@@ -1,0 +1,114 @@
+"""`python -m benchmarks`: what phloem costs, beside its floors. See `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import operations, scale, serving
+
+SECTIONS = ("nodes", "tokens", "hops", "leaves", "serving")
+_OPERATIONS = ("match", "lease", "insert", "evict")
+
+
+def _tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _print_costs(title: str, costs: operations.Costs) -> None:
+    print(f"\n{title}")
+    heads = "".join(f"{f'{name} p50':>13}{'p99':>9}" for name in _OPERATIONS)
+    print(f"  {'µs':16}{heads}")
+    for form, by_operation in costs.items():
+        cells = "".join(
+            f"{by_operation[name]['p50_us']:13.1f}{by_operation[name]['p99_us']:9.1f}"
+            for name in _OPERATIONS
+        )
+        print(f"  {form:16}{cells}")
+
+
+def _by_nodes(results: dict[str, Any]) -> None:
+    for nodes in (1_000, 10_000, 100_000):
+        _tell(f"a tree of {nodes:,} nodes")
+        costs = results[f"nodes_{nodes}"] = operations.by_size(nodes, _tell)
+        _print_costs(
+            f"{nodes:,} nodes, prompts of 1,280 tokens (lease: acquire and release)", costs
+        )
+
+
+def _by_tokens(results: dict[str, Any]) -> None:
+    for tokens in (1_024, 8_192, 32_768, 131_072):
+        _tell(f"prompts of {tokens:,} tokens")
+        costs = results[f"tokens_{tokens}"] = operations.by_length(tokens, _tell)
+        _print_costs(f"prompts of {tokens:,} tokens, 10,000 nodes", costs)
+
+
+def _by_hop(results: dict[str, Any]) -> None:
+    _tell("hops")
+    figures = results["hops"] = operations.hops(_tell)
+    print("\nµs a call, one caller and 16 at once")
+    print(f"  {'':28}" + "".join(f"{f'{loop}, 1':>13}{'16':>8}" for loop in figures))
+    for name in next(iter(figures.values())):
+        cells = "".join(
+            f"{loop[name]['1']:13.2f}{loop[name]['16']:8.2f}" for loop in figures.values()
+        )
+        print(f"  {name:28}{cells}")
+
+
+def _by_leaves(results: dict[str, Any]) -> None:
+    _tell("many leaves and few")
+    few, many = scale.evict_by_leaves(40), scale.evict_by_leaves(40_000)
+    results["leaves"] = {"40": few, "40000": many}
+    print(f"\nevict one page: {few:.1f} µs with 40 leaves, {many:.1f} µs with 40,000")
+
+
+def _by_serving(results: dict[str, Any]) -> None:
+    _tell("16 requests at once through a hybrid model, with the cache and without")
+    figures = results["serving"] = serving.serving()
+    print("\n16 requests at once: 1,024 shared, 128 own, 16 new tokens each")
+    print(f"  prompt tokens computed / distinct    {figures['computed_to_distinct']:8.2f}")
+    print(f"  total time without / with the cache  {figures['speedup']:8.2f}")
+    print(f"  loop lag p99, ms                     {figures['loop_lag_p99_ms']:8.2f}")
+
+
+def _by_million(results: dict[str, Any]) -> None:
+    rows: dict[str, dict[str, float]] = {}
+    for nodes in (10_000, 100_000, 1_000_000):
+        _tell(f"growing to {nodes:,} nodes of one page each")
+        rows[f"{nodes:,}"] = scale.growth(nodes, _tell)
+    results["growth"] = rows
+    print("\ngrowth, edges of one page")
+    print(f"  {'':22}" + "".join(f"{name:>12}" for name in rows))
+    for name in rows["10,000"]:
+        print(f"  {name:22}" + "".join(f"{row[name]:12,.1f}" for row in rows.values()))
+
+
+def main() -> None:
+    """Run the sections asked for, print tables, and write JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; repeatable")
+    parser.add_argument("--scale", choices=["million"], help="also grow to a million nodes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    run = {
+        "nodes": _by_nodes,
+        "tokens": _by_tokens,
+        "hops": _by_hop,
+        "leaves": _by_leaves,
+        "serving": _by_serving,
+    }
+    for section in arguments.only or ([] if arguments.scale else SECTIONS):
+        run[section](results)
+    if arguments.scale:
+        _by_million(results)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
