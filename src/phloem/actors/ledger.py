@@ -113,6 +113,10 @@ class Pool:
             raise OwnershipError(f"{self.component} has no place {place}; they go to {self.size}")
         return self._cells[place]
 
+    def owners_of(self, ids: Ids) -> Ids:
+        """The owner of each of `ids`; raises `OwnershipError` like `owner_of`."""
+        return array("i", [self.owner_of(place) for place in ids])
+
     def check(self, ids: Ids, owner: int) -> None:
         """Raise `OwnershipError` unless all `ids` are different and `owner`'s."""
         count = len(ids)
@@ -242,8 +246,7 @@ class Ledger:
         held = self.accounts.get(account)
         if held is None:
             self._next = number = self._next + 1
-            held = self.accounts[number] = Account(number, owner)
-            self.owners[owner] = self.owners.get(owner, 0) + 1
+            held = self._open(number, owner)
             page_ids = self.kv.take(pages, number)
             held.whole = page_ids[:]  # the caller may write to its own
         else:
@@ -273,6 +276,11 @@ class Ledger:
             held.whole = None
         if not held.pages and not held.states:
             self._close(held)
+
+    def _open(self, number: int, owner: str) -> Account:
+        self.owners[owner] = self.owners.get(owner, 0) + 1
+        account = self.accounts[number] = Account(number, owner)
+        return account
 
     def _close(self, account: Account) -> None:
         del self.accounts[account.number]
@@ -317,6 +325,17 @@ class Ledger:
             self._reassign("kv", page, home, into)
         if state:
             self._reassign("state", state, self._home("state", state, into.owner), into)
+
+    def put_back(self, pages: Ids, homes: Ids, account: int) -> None:
+        """Undo `account_of` for pages that nobody took: `homes` names where each one was."""
+        owner = self.accounts[account].owner
+        for page, number in zip(pages, homes, strict=True):
+            if number == account:
+                continue
+            home = self.accounts.get(number) or self._open(number, owner)
+            self.kv.move(array("i", (page,)), account, number)
+            home.pages += 1
+            self.left(account, 1, 0)
 
     def _home(self, component: Component, place: int, owner: str) -> Account:
         number = self.pool(component).owner_of(place)

@@ -225,6 +225,7 @@ class TreeActor:
         tree, ledger, pages, state = self.tree, self._ledger, message.pages, message.state
         key, length, lease = message.key, message.length, message.lease
         start = tree.check_insert(key, length, len(pages), state, lease)
+        homes = None if message.swap else ledger.kv.owners_of(pages)
         account = ledger.account_of(pages, state, message.owner)
         result, actions = tree.insert_checked(
             key, length, start, pages, state, lease, account, message.swap
@@ -237,6 +238,9 @@ class TreeActor:
                 before = (fence for fence in held.fences if not fence.passed)
                 held.fences = (*before, *message.after)
             taken = self._adopt(message, result, account)
+            if homes is not None and len(taken) < len(pages):
+                kept = len(pages) - len(taken)
+                ledger.put_back(pages[:kept], homes[:kept], account)
         if self._emit is not None:
             self._emit(
                 Inserted(

@@ -14,6 +14,7 @@ from typing import Literal
 from phloem.actors.actions import TREE, Action, EvictExcessPathStates, FreeDeviceSlots, Ids
 from phloem.actors.tree.eviction import CandidateIndex, kv_may_go, state_may_go
 from phloem.actors.tree.former import Former
+from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, mark_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease, Leases
 from phloem.actors.tree.node import NO_SLOT, Node
@@ -52,6 +53,7 @@ class Tree:
         policy: str | Policy = "lru",
         placement: Placement | None = None,
         sessions_max: int = 4096,
+        ghosts_max: int = 4096,
         enabled: bool = True,
     ) -> None:
         if page_size < 1 or state_chunk < 1:
@@ -70,6 +72,7 @@ class Tree:
         self.leases = Leases(self.kv_index, self.state_index)
         self.running = Running(self.radix.page_bytes, self.grid)
         self.sessions = Sessions(sessions_max, self.has_states, self._score_fell)
+        self.ghosts = Ghosts(self.radix.page_bytes, ghosts_max)
         self.generation = 0
         self.now = 0  # counts uses; the only clock of the tree
         self.time = 0  # of the latest message that said its time
@@ -381,7 +384,7 @@ class Tree:
         """`insert` of what `check_insert` has just let pass; it answered `start`."""
         stop = length // self.page_size * self.radix.page_bytes
         if not self.enabled or not stop:
-            return self._give_all_back(pages, state, owner)
+            return self._give_all_back(pages if swap else pages[:0], state, owner)
         node = lease.anchor if lease is not None else self.radix.root(key.root)
         self.now += 1
         node, offset, changed = self._walk_for_insert(key, node, start, stop)
@@ -453,6 +456,8 @@ class Tree:
         return node, offset, changed
 
     def _grow(self, parent: Node, edge: bytes, pages: Ids) -> Node:
+        if self.ghosts:
+            self.ghosts.revived(mark_of(parent), edge)
         leaf = self.radix.attach_leaf(parent, edge, pages)
         leaf.stamp = leaf.born = self.now
         return leaf
@@ -482,10 +487,11 @@ class Tree:
 
     # -- eviction ------------------------------------------------------------------------------
 
-    def evict(self, pages: int = 0, states: int = 0) -> tuple[Evicted, Actions]:
+    def evict(self, pages: int = 0, states: int = 0, by: str = "") -> tuple[Evicted, Actions]:
         """Free at least so many pages and states if nothing protects them; the rest is not there.
 
-        One joint demand: a state that went with its leaf counts, and no more go than asked.
+        One joint demand: a state that went with its leaf counts, and no more go than asked. `by`:
+        who needs the room, for those who will ask what became of their data.
         """
         if pages < 0 or states < 0:
             raise InvalidRequest(f"evict of {pages} pages and {states} states")
@@ -499,13 +505,15 @@ class Tree:
             self.policy.evicted(score, self.now)
             missing = pages - pages_gone
             if node.state == NO_SLOT and missing < len(node.pages):
+                tail = node.edge[-missing * self.radix.page_bytes :]
                 actions.append(FreeDeviceSlots("kv", self.radix.cut_tail(node, missing), TREE))
+                self.ghosts.note(mark_of(node), tail, by, self.now)
                 self.kv_index.push(node)
                 pages_gone += missing
                 break
             pages_gone += len(node.pages)
             states_gone += node.state != NO_SLOT
-            self._drop_leaf(node, actions)
+            self._drop_leaf(node, actions, by)
         while states_gone < states:
             popped = self.state_index.pop()
             if popped is None:
@@ -515,14 +523,14 @@ class Tree:
             states_gone += 1
             if kv_may_go(node):
                 pages_gone += len(node.pages)
-                self._drop_leaf(node, actions)
+                self._drop_leaf(node, actions, by)
             else:
                 self._drop_state(node, actions)
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
         return Evicted(pages_gone, states_gone), actions
 
-    def _drop_leaf(self, leaf: Node, actions: Actions) -> None:
+    def _drop_leaf(self, leaf: Node, actions: Actions, by: str) -> None:
         if leaf.sessions:
             self.sessions.recede(leaf)
         actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
@@ -530,6 +538,7 @@ class Tree:
             actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
         stamp = leaf.stamp
         parent = self.radix.remove(leaf)
+        self.ghosts.note(mark_of(parent), leaf.edge, by, self.now)
         if stamp > parent.stamp:
             parent.stamp = stamp
         self._after_loss_below(parent)
@@ -627,6 +636,7 @@ class Tree:
         self._named.clear()
         self.running.clear()
         self.sessions.forget()
+        self.ghosts.clear()
 
     def sweep(self, limit: int = 1024) -> tuple[bool, Actions]:
         """Take apart up to `limit` nodes of former generations; True while more remain.
@@ -669,4 +679,26 @@ class Tree:
         else:
             usable = known
         looked_up = key.length if limit is None else min(limit, key.length)
-        return Match(key.length, looked_up, usable, usable, known, branch, self.page_size)
+        match = (key.length, looked_up, usable, usable, known, branch, self.page_size)
+        if not self.ghosts:
+            return Match(*match)
+        whole = looked_up // self.page_size * self.page_size
+        past = self._recall(key, walk, whole * TOKEN_BYTES) if known < whole else NOTHING
+        if past is NOTHING:
+            return Match(*match)
+        evicted = past.evicted // TOKEN_BYTES
+        forgotten = whole - known - evicted if past.forgotten else 0
+        return Match(*match, evicted, forgotten, past.by, past.at)
+
+    def _recall(self, key: TokenKey, walk: Walk, stop: int) -> Remembered:
+        """What is remembered of the key beyond the end of its walk."""
+        if walk.path:
+            mark: int | None = mark_of(walk.path[-1])
+        else:
+            mark = self.radix.mark_of_root(key.root)
+            if mark is None:
+                return NOTHING
+        assert mark is not None
+        if walk.partial is not None:
+            mark = mark_after(mark, walk.partial.edge[: walk.inside])
+        return self.ghosts.recall(mark, key.data, walk.offset + walk.inside, stop)
