@@ -85,7 +85,7 @@ def table(rows: list[Row]) -> str:
 
 
 def _tail(row: Row) -> str:
-    whole = row.get("grow", row.get("hot", row))
+    whole: Row = row.get("grow") or row.get("hot") or row
     request = whole.get("request")
     p99 = "-" if request is None else f"{request['p99_us']:,.1f}"
     hits = row.get("hit_rate", whole.get("hit_rate", 0.0))
