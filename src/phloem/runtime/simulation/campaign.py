@@ -1,0 +1,301 @@
+"""Many seeds: what each one runs is drawn from it, unless it was said; failures are shortened.
+
+A `Plan` says everything about a run, so a plan is what is repeated, shortened and reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm
+
+import msgspec
+
+from phloem.actors.tree.placement import Placement
+from phloem.errors import InvalidRequest
+from phloem.runtime.cache import CacheRuntime
+from phloem.runtime.config import CacheConfig
+from phloem.runtime.simulation.faults import FAULTS, Faults, swarm
+from phloem.runtime.simulation.loop import POLICIES, Policy
+from phloem.runtime.simulation.model import QWEN3_NEXT_80B, CostModel, sim_layout
+from phloem.runtime.simulation.schedulers import ORDERS, Limits, Served, Server
+from phloem.runtime.simulation.workloads import WORKLOADS, Prompt, Scale, workload
+from phloem.runtime.simulation.world import (
+    Outcome,
+    Simulation,
+    SimulationFailed,
+    simulate,
+)
+
+__all__ = ["Fixed", "Plan", "command", "plan_for", "run_plan", "shorten"]
+
+
+class Fixed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the same for all seeds; None and empty are drawn for each.
+
+    `faults`: only these can be on, `()` for none. `prompts`: only these numbers of a workload.
+    """
+
+    scheduler: str | None = None
+    workload: str | None = None
+    policy: Policy | None = None
+    faults: tuple[str, ...] | None = None
+    prompts: tuple[int, ...] | None = None
+    scramble: int | None = None
+    requests: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, name, known in (
+            ("scheduler", self.scheduler, tuple(ORDERS)),
+            ("workload", self.workload, tuple(WORKLOADS)),
+            ("policy", self.policy, POLICIES),
+        ):
+            if name is not None and name not in known:
+                raise InvalidRequest(f"no {what} is called {name!r}; there are {known}")
+        if unknown := sorted(set(self.faults or ()) - set(FAULTS)):
+            raise InvalidRequest(f"no fault is called {unknown[0]!r}; there are {FAULTS}")
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, completely."""
+
+    seed: int
+    policy: Policy
+    scheduler: str
+    workload: str
+    prompts: tuple[Prompt, ...]
+    limits: Limits
+    config: CacheConfig
+    faults: Faults
+    scramble: int | None = None
+    cost: CostModel = QWEN3_NEXT_80B
+    recheck: bool = True
+    audit_every: int = 1
+    steps_max: int = 2_000_000
+
+
+def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
+    """What a seed runs: small pools, small pages, every combination of what the kit has.
+
+    The same seed draws the same whatever is fixed, so fixing something changes only that.
+    """
+    fixed = fixed or Fixed()
+    rng = random.Random(f"plan {seed}")
+    order, kind = rng.choice(tuple(ORDERS)), rng.choice(tuple(WORKLOADS))
+    policy: Policy = rng.choices(POLICIES, (1, 3, 4, 2))[0]
+    scale = Scale(
+        requests=rng.randrange(4, 20),
+        piece=rng.choice((3, 6, 10)),
+        gap_s=rng.choice((0.002, 0.02, 0.2)),
+    )
+    if fixed.requests is not None:
+        scale = msgspec.structs.replace(scale, requests=fixed.requests)
+    limits = Limits(
+        chunk=rng.choice((4, 8, 16)),
+        batch_tokens=rng.choice((16, 48)),
+        running=rng.randrange(1, 9),
+        reserve=rng.random() < 0.5,
+        ahead=rng.choice((1, 1, 2, 3)),
+        stride=rng.choice((1, 1, 4)),
+        room_timeout_s=rng.choice((None, 0.05, 1.0)),
+    )
+    geometry = _Geometry(rng)
+    faults = swarm(rng)
+    if fixed.faults is not None:
+        faults = faults.only(fixed.faults)
+    prompts = workload(fixed.workload or kind, seed, scale)
+    config = geometry.config(prompts)  # of all prompts, so that leaving some out changes no sizes
+    if fixed.prompts is not None:
+        prompts = [prompts[number] for number in fixed.prompts if number < len(prompts)]
+    return Plan(
+        seed=seed,
+        policy=fixed.policy or policy,
+        scheduler=fixed.scheduler or order,
+        workload=fixed.workload or kind,
+        prompts=tuple(prompts),
+        limits=limits,
+        config=config,
+        faults=faults,
+        scramble=fixed.scramble,
+    )
+
+
+class _Geometry:
+    """Drawn sizes; the pools are made for the prompts, which come later."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.states = rng.random() < 0.85
+        self.page_size = rng.choice((1, 2, 4))
+        self.state_chunk = self.page_size * rng.choice((1, 1, 2))
+        self.pressure = rng.choice((1.0, 1.3, 2.0, 4.0))
+        self.slots = rng.choice((1, 2, 3, 5, 10))
+        self.placement = Placement(
+            branch=rng.random() < 0.8,
+            end_of_prompt=rng.random() < 0.8,
+            budget=rng.choice((1, 2, 8)),
+            max_states_per_path=rng.choice((None, None, 1, 2)),
+        )
+        self.reuse_decoded = rng.random() < 0.8
+
+    def config(self, prompts: Sequence[Prompt]) -> CacheConfig:
+        """Pools that hold the largest prompt with its answer, and `pressure` times as much."""
+        grid = lcm(self.page_size, self.state_chunk)
+        most = max(len(prompt.tokens) + prompt.output for prompt in prompts) + grid
+        return CacheConfig(
+            layout=sim_layout(layers=2, states=self.states),
+            page_size=self.page_size,
+            state_chunk=self.state_chunk,
+            device_pages=int(self.pressure * (most // self.page_size + 2)),
+            device_states=self.slots,
+            placement=self.placement,
+            reuse_decoded=self.reuse_decoded,
+        )
+
+
+def run_plan(plan: Plan, *, repeat: str = "") -> Outcome[list[Served]]:
+    """Run a plan. Raises `SimulationFailed`."""
+    return simulate(
+        lambda sim: _scenario(sim, plan),
+        seed=plan.seed,
+        policy=plan.policy,
+        faults=plan.faults,
+        audit_every=plan.audit_every,
+        scramble=plan.scramble,
+        steps_max=plan.steps_max,
+        repeat=repeat,
+    )
+
+
+async def _scenario(sim: Simulation, plan: Plan) -> list[Served]:
+    async with sim.runtime(plan.config) as cache:
+        model = sim.model(cache, plan.cost, recheck=plan.recheck)
+        stream = sim.stream("compute")
+        async with Server(
+            cache,
+            model,
+            stream,
+            order=plan.scheduler,
+            limits=plan.limits,
+            fails=lambda: sim.chance("abandon"),
+        ) as server:
+            clients = [
+                sim.client(_client(sim, cache, server, prompt), prompt.name)
+                for prompt in plan.prompts
+            ]
+            others = [
+                asyncio.create_task(sim.every("reset", cache.reset), name="resetter"),
+                asyncio.create_task(sim.every("evict", lambda: _evict(sim, cache)), name="evicter"),
+            ]
+            answers = await asyncio.gather(*clients, return_exceptions=True)
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+    return _served(sim, plan, answers)
+
+
+async def _client(sim: Simulation, cache: CacheRuntime, server: Server, prompt: Prompt) -> Served:
+    await asyncio.sleep(prompt.at_s)
+    if sim.chance("forget"):
+        lease = await cache.acquire(prompt.tokens, namespace=prompt.namespace, owner=prompt.name)
+        del lease
+    return await server.serve(prompt)
+
+
+async def _evict(sim: Simulation, cache: CacheRuntime) -> None:
+    few = sim.rng.random() < 0.8
+    pages, states = (2, 1) if few else (cache.config.device_pages, cache.config.device_states)
+    await cache.evict(pages=sim.rng.randrange(pages + 1), states=sim.rng.randrange(states + 1))
+
+
+def _served(sim: Simulation, plan: Plan, answers: Sequence[Served | BaseException]) -> list[Served]:
+    """Every prompt must have ended in one of the ways that exist; raises what was unexpected."""
+    out: list[Served] = []
+    for prompt, answer in zip(plan.prompts, answers, strict=True):
+        if isinstance(answer, Served):
+            out.append(answer)
+        elif isinstance(answer, asyncio.CancelledError) and sim.faults.cancel:
+            out.append(Served(name=prompt.name, how="cancelled"))
+        else:
+            raise answer
+    return out
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def command(plan: Plan, fixed: Fixed) -> str:
+    """The command line that repeats a plan."""
+    words = ["phloem simulate", f"--seeds {plan.seed}"]
+    for option, value in (
+        ("scheduler", fixed.scheduler),
+        ("workload", fixed.workload),
+        ("policy", fixed.policy),
+        ("requests", fixed.requests),
+        ("scramble", fixed.scramble),
+    ):
+        if value is not None:
+            words.append(f"--{option} {value}")
+    if fixed.faults is not None:
+        words.append(f"--faults {','.join(fixed.faults) or 'none'}")
+    if fixed.prompts is not None:
+        words.append(f"--prompts {','.join(map(str, fixed.prompts))}")
+    return " ".join(words)
+
+
+def shorten(
+    seed: int, fixed: Fixed, failure: SimulationFailed, *, told: Callable[[str], object] = str
+) -> tuple[Fixed, SimulationFailed]:
+    """Look for a smaller plan that fails with the same kind of error.
+
+    Leaves prompts out, turns faults off, and lets the order be asyncio's own from as early a step
+    on as possible. `told` hears of each success.
+    """
+    kind = type(failure.error)
+    best, last = fixed, failure
+
+    def attempt(candidate: Fixed) -> bool:
+        nonlocal best, last
+        try:
+            run_plan(plan_for(seed, candidate))
+        except SimulationFailed as error:
+            if type(error.error) is kind:
+                best, last = candidate, error
+                told(command(plan_for(seed, candidate), candidate))
+                return True
+        return False
+
+    numbers = tuple(fixed.prompts or range(len(plan_for(seed, fixed).prompts)))
+    for fewer in _smaller(numbers, lambda kept: attempt(_with(best, prompts=kept))):
+        numbers = fewer
+    for fault in plan_for(seed, best).faults.on:
+        attempt(_with(best, faults=tuple(f for f in plan_for(seed, best).faults.on if f != fault)))
+    low, high = 0, last.run.loop.steps
+    while low < high and high - low > max(4, high // 16):
+        middle = (low + high) // 2
+        if attempt(_with(best, scramble=middle)):
+            high = middle
+        else:
+            low = middle
+    return best, last
+
+
+def _with(fixed: Fixed, **changes: object) -> Fixed:
+    return msgspec.structs.replace(fixed, **changes)
+
+
+def _smaller(
+    numbers: tuple[int, ...], fails: Callable[[tuple[int, ...]], bool]
+) -> Iterator[tuple[int, ...]]:
+    """Leave parts out, halves first, then single ones, as long as it still fails."""
+    size = max(1, len(numbers) // 2)
+    while size:
+        start = 0
+        while start < len(numbers):
+            kept = numbers[:start] + numbers[start + size :]
+            if kept and fails(kept):
+                numbers = kept
+                yield kept
+            else:
+                start += size
+        size //= 2
