@@ -39,7 +39,7 @@ def marked_world() -> tuple[World, Node, dict[str, object]]:
     child = world.pin(run(1, END))
     world.publish(run(1, 7), lease=child)
     node.stamp, node.state_stamp, node.hits, node.born = 41, 42, 43, 44
-    node.priority, node.keep_until, node.sessions = 45, 46, 47
+    node.priority, node.keep_until, node.sessions, node.mark = 45, 46, 47, 48
     before = {name: getattr(node, name) for name in SPLIT_RULES}
     for name in set(SPLIT_RULES) - {"parent"}:
         assert before[name], f"{name} has no value to follow"

@@ -11,8 +11,9 @@ from array import array
 
 import msgspec
 
-__all__ = ["NO_SLOT", "SPLIT_RULES", "Node"]
+__all__ = ["NO_MARK", "NO_SLOT", "SPLIT_RULES", "Node"]
 
+NO_MARK = -1  # no checksum of the prefix has been asked for yet
 NO_SLOT = 0  # slot 0 of a pool is never granted, so it can stand for "none"
 
 
@@ -41,6 +42,7 @@ class Node(msgspec.Struct, gc=False, eq=False):
     leases: int = 0  # leases anchored here
     state_leases: int = 0  # of those, the ones that took the state
     protected_children: int = 0
+    mark: int = NO_MARK  # namespace and checksum of the prefix up to the node's end
     queued: int = 0  # one bit for each candidate index that has an entry for the node
 
 
@@ -65,5 +67,6 @@ SPLIT_RULES: dict[str, str] = {
     "leases": "lower",
     "state_leases": "lower",
     "protected_children": "link",
+    "mark": "lower",
     "queued": "lower",
 }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
 
 __all__ = ["MERGED_EDGE_BYTES_MAX", "Radix", "Walk"]
 
 # A merge copies both edges. Longer chains stay as they are: one node for 16k tokens costs nothing.
 MERGED_EDGE_BYTES_MAX = 64 * 1024
+
+SPACES_REMEMBERED = 4096  # namespaces whose number is known after their last data have gone
 
 RootName = tuple[str, str, bytes]
 
@@ -39,6 +42,8 @@ class Radix:
         self.pages = 0
         self.states = 0
         self._next_id = 0
+        self._spaces: OrderedDict[RootName, int] = OrderedDict()
+        self._next_space = 0
 
     def new_node(self, parent: Node | None, edge: bytes, end: int, pages: array[int]) -> Node:
         """A node with the next id; linking it in is the caller's."""
@@ -50,8 +55,25 @@ class Radix:
         root = self.roots.get(name)
         if root is None:
             root = self.roots[name] = self.new_node(None, b"", 0, array("i"))
+            root.mark = self._space(name) << 32
             self._root_names[root.id] = name
         return root
+
+    def mark_of_root(self, name: RootName) -> int | None:
+        """The mark of a namespace that was there before, even if it holds nothing now."""
+        number = self._spaces.get(name)
+        return None if number is None else number << 32
+
+    def _space(self, name: RootName) -> int:
+        """A number for the namespace, remembered after its root has gone, of the latest many."""
+        number = self._spaces.pop(name, None)
+        if number is None:
+            self._next_space += 1
+            number = self._next_space
+            if len(self._spaces) >= SPACES_REMEMBERED:
+                self._spaces.popitem(last=False)
+        self._spaces[name] = number
+        return number
 
     def walk(self, key: TokenKey, limit: int) -> Walk:
         """Follow the first `limit` bytes (whole pages) of `key` from its root."""
@@ -168,6 +190,7 @@ class Radix:
         leaf.pages = leaf.pages[:-count]
         leaf.edge = leaf.edge[: -count * self.page_bytes]
         leaf.end -= count * self.page_size
+        leaf.mark = NO_MARK
         self.pages -= count
         return tail
 

@@ -10,7 +10,7 @@ from phloem.actors.actions import Ids
 
 __all__ = ["Evicted", "InsertResult", "Lost", "Match", "PagesChanged", "TreeFigures"]
 
-Lost = Literal["last_token", "partial_page", "never_seen", "no_state"]
+Lost = Literal["last_token", "partial_page", "never_seen", "evicted", "forgotten", "no_state"]
 
 
 class Match(msgspec.Struct, frozen=True, gc=False):
@@ -18,7 +18,9 @@ class Match(msgspec.Struct, frozen=True, gc=False):
 
     `usable`: what can be reused: one boundary at which every component can be served. `device`: the
     deepest boundary that needs no load. `kv_prefix`: how far KV alone reaches. `branch_point`: the
-    deepest grid position beyond `usable` at which a state would turn known KV into a hit.
+    deepest grid position beyond `usable` at which a state would turn known KV into a hit. `evicted`
+    tokens beyond `kv_prefix` were there and went, the first of them at use `evicted_at` of the tree
+    to make room for `evicted_by`; `forgotten` ones were probably there, too long ago to say.
     """
 
     tokens: int
@@ -28,6 +30,10 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     kv_prefix: int
     branch_point: int | None
     page_size: int
+    evicted: int = 0
+    forgotten: int = 0
+    evicted_by: str = ""
+    evicted_at: int = 0
 
     @property
     def lost(self) -> dict[Lost, int]:
@@ -36,7 +42,9 @@ class Match(msgspec.Struct, frozen=True, gc=False):
         counts: dict[Lost, int] = {
             "last_token": self.tokens - self.looked_up,
             "partial_page": self.looked_up - whole,
-            "never_seen": whole - self.kv_prefix,
+            "never_seen": whole - self.kv_prefix - self.evicted - self.forgotten,
+            "evicted": self.evicted,
+            "forgotten": self.forgotten,
             "no_state": self.kv_prefix - self.usable,
         }
         return {reason: count for reason, count in counts.items() if count}

@@ -7,6 +7,7 @@ nearest one above. It ends when it is closed or when its time has come.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heappop, heappush
 
@@ -42,7 +43,7 @@ class Sessions:
         self._limit = limit
         self._stateful = stateful
         self._lowered = lowered  # told of nodes whose score has fallen
-        self.open: dict[str, Session] = {}  # the one used longest ago first
+        self.open: OrderedDict[str, Session] = OrderedDict()  # the one used longest ago first
         self._standing: dict[int, list[Session]] = {}  # by node id
         self._ending: list[tuple[int, int, Session]] = []
         self._next = 0

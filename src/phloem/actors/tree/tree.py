@@ -294,7 +294,7 @@ class Tree:
         """Protect the state at the boundary, again if it was given up and is still there."""
         self._check_live(lease)
         if not lease.has_state:
-            self.leases.take_state(lease)
+            self.leases.take_state(lease, former=lease.generation != self.generation)
 
     def check_lease(self, lease: Lease) -> None:
         """Raise `StaleHandle` unless the lease is live and of this generation."""
@@ -456,7 +456,7 @@ class Tree:
         return node, offset, changed
 
     def _grow(self, parent: Node, edge: bytes, pages: Ids) -> Node:
-        if self.ghosts:
+        if self.ghosts.any:
             self.ghosts.revived(mark_of(parent), edge)
         leaf = self.radix.attach_leaf(parent, edge, pages)
         leaf.stamp = leaf.born = self.now
@@ -680,7 +680,7 @@ class Tree:
             usable = known
         looked_up = key.length if limit is None else min(limit, key.length)
         match = (key.length, looked_up, usable, usable, known, branch, self.page_size)
-        if not self.ghosts:
+        if not self.ghosts.any:
             return Match(*match)
         whole = looked_up // self.page_size * self.page_size
         past = self._recall(key, walk, whole * TOKEN_BYTES) if known < whole else NOTHING

@@ -1,0 +1,135 @@
+"""What was cached once: a bounded record of evicted edges, so that a miss can be explained.
+
+An edge is found again by what comes before it: its namespace and a checksum of the whole prefix,
+which does not depend on how the prefix is cut into nodes. A wrong checksum can only make an
+explanation wrong, never an answer, and never across namespaces.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+from zlib import crc32
+
+from phloem.actors.tree.keys import common_bytes
+from phloem.actors.tree.node import NO_MARK, Node
+
+__all__ = ["NOTHING", "Ghosts", "Remembered", "mark_after", "mark_of"]
+
+_CRC = 0xFFFF_FFFF
+
+
+def mark_after(mark: int, data: bytes) -> int:
+    """The mark of a prefix that goes on with `data`."""
+    return (mark & ~_CRC) | crc32(data, mark & _CRC)
+
+
+def mark_of(node: Node) -> int:
+    """The mark of the prefix up to the node's end; noted in the nodes: each edge is read once."""
+    if node.mark != NO_MARK:
+        return node.mark
+    unmarked: list[Node] = []
+    above: Node | None = node
+    while above is not None and above.mark == NO_MARK:
+        unmarked.append(above)
+        above = above.parent
+    assert above is not None, "a root has a mark from the beginning"
+    mark = above.mark
+    for each in reversed(unmarked):
+        mark = each.mark = mark_after(mark, each.edge)
+    return mark
+
+
+class Remembered(NamedTuple):
+    """What is known of data that are not in the tree, in bytes of the key.
+
+    `evicted` were there and went at use `at` to make room for `by`. `forgotten`: what follows was
+    probably there too, but its record has gone.
+    """
+
+    evicted: int = 0
+    by: str = ""
+    at: int = 0
+    forgotten: bool = False
+
+
+NOTHING = Remembered()
+
+
+_Ghost = tuple[bytes, str, int]  # the edge, who needed its room, and at which use of the tree
+_Place = tuple[int, bytes]  # the mark of what comes before, and the first page
+
+
+class Ghosts:
+    """The latest evicted edges: at least half of `limit` and `bytes_max`, at most all of it.
+
+    Records come and go by generations, so that nothing has to be done for each that goes. Of those
+    that have gone, the places alone are known for some generations more. A limit of 0 records
+    nothing.
+    """
+
+    def __init__(self, page_bytes: int, limit: int = 4096, bytes_max: int = 1 << 22) -> None:
+        self.any = False  # something was evicted since the beginning
+        self._page_bytes = page_bytes
+        self._half = limit // 2
+        self._half_bytes = bytes_max // 2
+        self._bytes = 0  # of the recent ones
+        self._recent: dict[_Place, _Ghost] = {}
+        self._older: dict[_Place, _Ghost] = {}
+        self._gone: deque[dict[_Place, None]] = deque(maxlen=4)
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._older)
+
+    def note(self, mark: int, edge: bytes, by: str, at: int) -> None:
+        """`edge`, after the prefix of `mark`, has left the cache."""
+        if not self._half:
+            return
+        self.any = True
+        self._recent[mark, edge[: self._page_bytes]] = edge, by, at
+        self._bytes += len(edge)
+        if len(self._recent) >= self._half or self._bytes > self._half_bytes:
+            if self._older:
+                self._gone.appendleft(dict.fromkeys(self._older))
+            self._older, self._recent, self._bytes = self._recent, {}, 0
+
+    def revived(self, mark: int, edge: bytes) -> None:
+        """`edge` is in the cache again: only what it does not cover remains a ghost."""
+        while edge:
+            place = mark, edge[: self._page_bytes]
+            older, recent = self._older.pop(place, None), self._recent.pop(place, None)
+            ghost = recent or older
+            if ghost is None:
+                return
+            was, by, at = ghost
+            common = common_bytes(edge, 0, len(edge), was, self._page_bytes)
+            mark = mark_after(mark, edge[:common])
+            if common < len(was):
+                self.note(mark, was[common:], by, at)
+                return
+            edge = edge[common:]
+
+    def recall(self, mark: int, data: bytes, start: int, stop: int) -> Remembered:
+        """What is known of `data[start:stop]`, which is not cached after the prefix of `mark`."""
+        offset, by, at = start, "", 0
+        while offset < stop:
+            place = mark, data[offset : offset + self._page_bytes]
+            ghost = self._recent.get(place) or self._older.get(place)
+            if ghost is None:
+                if any(place in gone for gone in self._gone):
+                    return Remembered(offset - start, by, at, forgotten=True)
+                break
+            if offset == start:
+                by, at = ghost[1:]
+            common = common_bytes(data, offset, stop, ghost[0], self._page_bytes)
+            offset += common
+            if common < len(ghost[0]):
+                break
+            mark = mark_after(mark, ghost[0])
+        return NOTHING if offset == start else Remembered(offset - start, by, at)
+
+    def clear(self) -> None:
+        """The cache was reset: nothing before counts."""
+        self._recent, self._older, self._bytes = {}, {}, 0
+        self._gone.clear()
+        self.any = False
