@@ -201,10 +201,11 @@ class Domain:
             self._queue.append((actor, message, reply, 0))
             self.drain()
             return self._answer(reply)
-        value, later = self._turn_inline(actor, message)
+        value = self._turn_inline(actor, message)
+        later = self._current
         if self._queue:
             self.drain()
-        return value if later is None else self._answer(later)
+        return value if value is not LATER else self._answer(later)
 
     async def call(
         self,
@@ -226,11 +227,13 @@ class Domain:
                 if self.loop is not None:
                     await asyncio.sleep(0)
             if not self._queue and self.stopped is None:
-                value, later = self._turn_inline(actor, message)
+                value = self._turn_inline(actor, message)
+                later = self._current
                 if self._queue:
                     self.drain()
-                if later is None:
+                if value is not LATER:
                     return value
+                assert later is not None
                 return later.result() if later.done else await self._wait(later, undo)
         return await self._call_queued(actor, message, undo)
 
@@ -283,21 +286,23 @@ class Domain:
             elif not reply.abandoned:
                 self._turn(actor, message, reply, cause)
 
-    def _turn_inline(self, actor: Actor, message: object) -> tuple[object, Reply | None]:
-        """One turn for a caller that waits right here; its answer, or the reply that will come."""
+    def _turn_inline(self, actor: Actor, message: object) -> object:
+        """One turn for a caller that waits right here.
+
+        Its answer; after `LATER` the reply that will come is the current one, until the next turn.
+        """
         self._draining = True
         self.turns += 1
         self.cause = 0
         self._current = None
         try:
-            value = actor.handlers[type(message)](message)
+            return actor.handlers[type(message)](message)
         except PhloemError:
             raise
         except Exception as error:
             raise self._crash(error) from error
         finally:
             self._draining = False
-        return (None, self._current) if value is LATER else (value, None)
 
     def _turn(self, actor: Actor, message: object, reply: Reply | None, cause: int) -> None:
         self._draining = True
@@ -323,8 +328,8 @@ class Domain:
         finally:
             self._draining = False
 
-    def _answer(self, reply: Reply) -> object:
-        if not reply.done:
+    def _answer(self, reply: Reply | None) -> object:
+        if reply is None or not reply.done:
             raise AssertionError("a message that is answered later was sent by a nowait form")
         return reply.result()
 

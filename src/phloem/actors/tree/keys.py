@@ -74,6 +74,8 @@ class TokenKey:
 
         Raises `InvalidRequest` naming the position of the first bad id or mark.
         """
+        if type(tokens) is TokenKey and namespace is None and not marks:
+            return tokens
         if isinstance(tokens, TokenKey):
             if namespace is not None and namespace != tokens.namespace:
                 raise InvalidRequest(
