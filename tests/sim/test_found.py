@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
+from phloem import CacheConfig, CacheRuntime, Request
 from phloem.actors.domain import Domain
+from phloem.runtime.simulation.model import sim_layout
 
 
 class _Echo:
@@ -26,3 +30,56 @@ async def test_callers_are_let_in_when_sent_messages_leave_the_queue() -> None:
     domain.send(echo, "sent, not asked")  # fills the queue before any of them has run
     answers = await asyncio.wait_for(asyncio.gather(*callers), 5)
     assert answers == ["asked 0", "asked 1", "asked 2"]
+
+
+LAYOUT = sim_layout()
+
+
+def _config(**changes: object) -> CacheConfig:
+    config = CacheConfig(
+        layout=LAYOUT, page_size=4, state_chunk=4, device_pages=16, device_states=4
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+async def _computed(cache: CacheRuntime, request: Request, upto: int) -> None:
+    await request.allocate(upto)
+    await request.ready()
+    with cache.step([request]) as step:
+        step.launched({request: upto})
+
+
+async def test_a_checkpoint_outlives_a_reset_during_its_copy() -> None:
+    """The reset came while the state was copied; the insert then raised at the caller."""
+    async with (
+        CacheRuntime(_config()) as cache,
+        cache.request(list(range(9)), id="r") as request,
+    ):
+        await _computed(cache, request, 8)
+        checkpoint = asyncio.create_task(request.checkpoint())
+        await asyncio.sleep(0)  # it waits for the copy now
+        await cache.reset()
+        assert await checkpoint is None
+        await request.finish()
+        await cache.audit()
+        assert (cache.stats().kv.free, cache.stats().state.free) == (16, 4)
+
+
+async def test_a_reset_in_the_queue_comes_before_what_is_sent_after_it() -> None:
+    """With turns not taken inline, the reset was handled between the check and the insert."""
+    async with (
+        CacheRuntime(_config(inline=False)) as cache,
+        cache.request(list(range(9)), id="r") as request,
+    ):
+        await _computed(cache, request, 6)
+        reset = asyncio.create_task(cache.reset())
+        await asyncio.sleep(0)  # it is queued now
+        assert await request.checkpoint() is None
+        await reset
+        other = asyncio.create_task(cache.reset())
+        await asyncio.sleep(0)
+        assert (await request.advance()).usable == 0
+        await other
+        await request.finish()
+        await cache.audit()
+        assert (cache.stats().kv.free, cache.stats().state.free) == (16, 4)

@@ -21,7 +21,7 @@ from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import InsertResult, Match
 from phloem.cuda_streams.engine import Fence
-from phloem.errors import InvalidRequest, NoRoom, PhloemError, StaleHandle
+from phloem.errors import InvalidRequest, NoRoom, StaleHandle
 from phloem.events import Refused, RequestEnded
 from phloem.runtime.checks import integer
 
@@ -182,9 +182,11 @@ class Request:
         self._check_no_steps("advance")
         if self._former_generation:
             return self.match
-        match = self._core.run(
+        match = self._run_unless_reset(
             m.Advance(self._lease, self.computed, max(0, self.prompt_tokens - 1))
         )
+        if match is None:
+            return self.match
         assert isinstance(match, Match)
         if match.usable <= self.computed:
             return self.match
@@ -411,20 +413,23 @@ class Request:
         self._copy_slot = 0
         return slot
 
-    def _publish(self, length: int, state: int) -> InsertResult:
-        """Insert up to `length`, which is exact when a state goes with it."""
-        core, page_size = self._core, self._core.config.page_size
+    def _publish(self, length: int, state: int) -> InsertResult | None:
+        """Insert up to `length`, which is exact when a state goes with it; None after a reset."""
+        page_size = self._core.config.page_size
         offered = self._pages[self._own_from : length // page_size]
+        result: object = None
         try:
-            result = core.run(
+            result = self._run_unless_reset(
                 m.Insert(
                     self._key, length, offered, state, self._lease, self.id, True, self.fences()
                 )
             )
-        except PhloemError:
-            if state:
+        finally:
+            if state and result is None:
                 self._give_back(array("i"), array("i", (state,)), self._fences_of(state))
-            raise
+        if result is None:
+            self._refused("reset")
+            return None
         assert isinstance(result, InsertResult)
         for change in result.pages_changed:
             at = change.start // page_size
@@ -561,6 +566,15 @@ class Request:
     def _former_generation(self) -> bool:
         """The cache was reset since: the request goes on with what it has and publishes nothing."""
         return self._lease.generation != self._core.tree.generation
+
+    def _run_unless_reset(self, message: m.Message) -> object:
+        """The tree's answer; None when the cache was reset before the message had its turn."""
+        try:
+            return self._core.run(message)
+        except StaleHandle:
+            if self._lease.live and self._former_generation:
+                return None
+            raise
 
     def fences(self) -> tuple[Fence, ...]:
         """The fences of the request's steps that are not over."""
