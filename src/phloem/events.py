@@ -1,52 +1,90 @@
 """What happened, as values: one struct for each kind of event, and the sink they are given to.
 
 Every event carries ids that join it to others: `request` (who asked, or whose it is), `op` (a copy
-through its life), `turn` (the turn in which it happened) and `cause` (the turn that sent the
-message; 0 for a caller). Counts are pages, slots or tokens as named. Times are added by whoever
-writes events down.
+through its life), `lease`, `node` (of the tree), `account` (of the ledger), `turn` (the turn in
+which it happened) and `cause` (the turn that sent the message; 0 for a caller). Counts are pages,
+slots or tokens as named. Times are added by whoever writes events down.
+
+`SCHEMA` is the version of all this. A field may be added with a default, within a version; what
+changes the meaning of a field, or takes one away, makes a new version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias, TypedDict
 
 import msgspec
 
 __all__ = [
+    "SCHEMA",
+    "Acquired",
+    "Change",
+    "Context",
     "CopyEnded",
+    "CopyPlanned",
     "CopySubmitted",
     "Event",
     "Evicted",
     "Freed",
     "Granted",
     "Inserted",
+    "Joins",
     "LeaseEnded",
     "LeaseLeaked",
     "LeaseTaken",
+    "NodeAdded",
+    "NodeRemoved",
+    "NodeSplit",
+    "NodesMerged",
     "Parked",
     "Refused",
     "RequestEnded",
     "RequestOpened",
     "ResetDone",
+    "RootAdded",
+    "RootRemoved",
     "RuntimeStarted",
     "RuntimeStopped",
     "Sink",
+    "StatePut",
+    "StateTaken",
     "StepChanged",
+    "TailCut",
+    "TreeChanged",
+    "Victim",
     "Waited",
 ]
 
+SCHEMA: Final = 2
+
+Context: TypeAlias = dict[str, str]  # what a caller has bound to its task: names and values
+
+
+class Joins(TypedDict):
+    """What joins the events of a turn to others, for their constructors."""
+
+    turn: int
+    cause: int
+    context: Context
+
 
 class Event(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="event", kw_only=True):
-    """The ids that every event has."""
+    """What every event has. `context`: what the caller whose call this came of had bound."""
 
     turn: int = 0
     cause: int = 0
     request: str = ""
+    context: Context = {}
 
 
 class RequestOpened(Event, frozen=True, gc=False, kw_only=True):
-    """A request was opened: how far it matched, what it lost and which positions are wanted."""
+    """A request was opened: how far it matched, what it lost and which positions are wanted.
+
+    `lost` has the tokens that are not reused by reason, `tokens - usable` in all. `reached` is the
+    node in which the KV prefix ends (0: none). What is lost as `evicted` made room for
+    `evicted_by` when the tree had counted `evicted_at` uses.
+    """
 
     tokens: int
     usable: int
@@ -54,10 +92,34 @@ class RequestOpened(Event, frozen=True, gc=False, kw_only=True):
     lost: dict[str, int]
     wanted: list[tuple[int, str]]
     namespace: tuple[str, str]
+    session: str = ""
+    lease: int = 0
+    reached: int = 0
+    branch_point: int | None = None
+    evicted_by: str = ""
+    evicted_at: int = 0
+
+
+class Acquired(Event, frozen=True, gc=False, kw_only=True):
+    """A boundary was leased without opening a request; the figures are those of `RequestOpened`."""
+
+    tokens: int
+    usable: int
+    kv_prefix: int
+    lost: dict[str, int]
+    namespace: tuple[str, str]
+    lease: int
+    reached: int = 0
+    branch_point: int | None = None
+    evicted_by: str = ""
+    evicted_at: int = 0
 
 
 class RequestEnded(Event, frozen=True, gc=False, kw_only=True):
-    """A request finished or aborted, with what it computed and published, in tokens."""
+    """A request finished or aborted, with what it computed and published, in tokens.
+
+    `reused` also counts what it took over after it was opened.
+    """
 
     how: str
     reused: int
@@ -66,11 +128,16 @@ class RequestEnded(Event, frozen=True, gc=False, kw_only=True):
 
 
 class LeaseTaken(Event, frozen=True, gc=False, kw_only=True):
-    """A boundary is protected from now on. `moved`: an existing lease came here from another."""
+    """A boundary is protected from now on. `moved`: an existing lease came here from another.
+
+    `node` is the one it is anchored at; `state`: the state there is protected, too.
+    """
 
     lease: int
     boundary: int
     moved: bool = False
+    node: int = 0
+    state: bool = False
 
 
 class LeaseEnded(Event, frozen=True, gc=False, kw_only=True):
@@ -90,7 +157,8 @@ class LeaseLeaked(Event, frozen=True, gc=False, kw_only=True):
 class Inserted(Event, frozen=True, gc=False, kw_only=True):
     """Tokens were published; `reused` of them were there before. `state`: what became of it.
 
-    The places `adopted` and `adopted_state` (0: none) went from `account` to the tree.
+    The places `adopted` and `adopted_state` (0: none) went from `account` to the tree; `adopted`
+    are the pages of the node added in this turn. `lease` (0: none) is at `node` from now on.
     """
 
     reused: int
@@ -100,14 +168,120 @@ class Inserted(Event, frozen=True, gc=False, kw_only=True):
     account: int
     adopted: list[int]
     adopted_state: int
+    lease: int = 0
+    node: int = 0
+
+
+class RootAdded(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A tree for a namespace begins. `marks`: content that is part of the namespace, in hex."""
+
+    node: int
+    namespace: tuple[str, str]
+    marks: str = ""
+
+
+class RootRemoved(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """The tree of a namespace holds nothing more and is forgotten."""
+
+    node: int
+
+
+class NodeAdded(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A leaf of `tokens` more tokens; its pages are in the `Inserted` of the same turn."""
+
+    node: int
+    parent: int
+    tokens: int
+
+
+class NodeSplit(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """The first `tokens` of a node are the new node `upper`; the rest stays the node itself."""
+
+    node: int
+    upper: int
+    tokens: int
+
+
+class NodesMerged(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A node went into the front of its only child."""
+
+    node: int
+    into: int
+
+
+class NodeRemoved(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A leaf went, with all it held."""
+
+    node: int
+
+
+class TailCut(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A leaf lost its last `pages` pages."""
+
+    node: int
+    pages: int
+
+
+class StatePut(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A node has a state from now on, in `slot`."""
+
+    node: int
+    slot: int
+
+
+class StateTaken(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A node lost its state and keeps its KV."""
+
+    node: int
+
+
+Change: TypeAlias = (
+    RootAdded
+    | RootRemoved
+    | NodeAdded
+    | NodeSplit
+    | NodesMerged
+    | NodeRemoved
+    | TailCut
+    | StatePut
+    | StateTaken
+)
+
+
+class TreeChanged(Event, frozen=True, gc=False, kw_only=True):
+    """The shape of the tree changed in this turn, in this order."""
+
+    changes: list[Change]
+
+
+class Victim(msgspec.Struct, frozen=True, gc=False):
+    """What one node lost to an eviction.
+
+    `what`: `leaf` (all it had), `tail` (its last pages) or `state`. `end` is the token position at
+    the node's end before. `score` is what the policy gave it, as words of 64 bits, the highest
+    first: the lowest score goes first. Empty where no policy was asked.
+    """
+
+    node: int
+    what: str
+    end: int
+    pages: int
+    states: int
+    score: list[int]
 
 
 class Evicted(Event, frozen=True, gc=False, kw_only=True):
-    """Data left the tree. `why`: `room` for an allocation, `asked` by a caller, `path_cap`."""
+    """Data left the tree. `why`: `room` for an allocation, `asked` by a caller, `path_cap`.
+
+    `use` is the tree's count of uses; `policy` says who chose the victims.
+    """
 
     pages: int
     states: int
     why: str
+    use: int = 0
+    policy: str = ""
+    victims: list[Victim] = []
 
 
 class Freed(Event, frozen=True, gc=False, kw_only=True):
@@ -127,11 +301,12 @@ class Parked(Event, frozen=True, gc=False, kw_only=True):
 
 
 class Granted(Event, frozen=True, gc=False, kw_only=True):
-    """Places were granted to an account."""
+    """Places were granted to an account. `asked`: the turn in which they were asked for."""
 
     account: int
     pages: list[int]
     states: list[int]
+    asked: int = 0
 
 
 class Waited(Event, frozen=True, gc=False, kw_only=True):
@@ -143,19 +318,39 @@ class Waited(Event, frozen=True, gc=False, kw_only=True):
 
 
 class Refused(Event, frozen=True, gc=False, kw_only=True):
-    """Something optional or impossible was not done. `what`: `room`, `checkpoint`, ..."""
+    """Something optional or impossible was not done. `what`: `room` or `checkpoint`.
+
+    `why` is one of a few words, `detail` has the figures. `asked`: the turn in which room was asked
+    for.
+    """
 
     what: str
     why: str
+    detail: str = ""
+    asked: int = 0
+
+
+class CopyPlanned(Event, frozen=True, gc=False, kw_only=True):
+    """A copy was asked for. It reads under `lease` (0: it reads what the request owns itself)."""
+
+    op: int
+    kind: str
+    lease: int = 0
 
 
 class CopySubmitted(Event, frozen=True, gc=False, kw_only=True):
-    """A copy was handed to the engine."""
+    """A copy was handed to the engine, for its `queue`, to begin after so many others (`after`).
+
+    A queue carries out one copy at a time, in this order unless one of them has to wait.
+    """
 
     op: int
     kind: str
     pages: list[int]
     states: list[int]
+    queue: str = ""
+    bytes: int = 0
+    after: int = 0
 
 
 class CopyEnded(Event, frozen=True, gc=False, kw_only=True):
@@ -166,21 +361,32 @@ class CopyEnded(Event, frozen=True, gc=False, kw_only=True):
 
 
 class StepChanged(Event, frozen=True, gc=False, kw_only=True):
-    """A forward pass was opened, launched, ended or abandoned."""
+    """A forward pass was opened, launched, ended or abandoned, or is `over`: quiet from now on.
+
+    `ends`: up to which token each of the `requests` is computed by it, or was before it.
+    """
 
     step: int
     state: str
     requests: list[str]
+    ends: list[int] = []
 
 
 class RuntimeStarted(Event, frozen=True, gc=False, kw_only=True):
-    """The runtime opened. `grid`: states can be kept at multiples of so many tokens."""
+    """The runtime opened. `grid`: states can be kept at multiples of so many tokens.
+
+    `pages` and `states` can be granted, of `page_bytes` and `state_bytes` each.
+    """
 
     page_size: int
     grid: int
     pages: int
     states: int
     layout: str
+    page_bytes: int = 0
+    state_bytes: int = 0
+    policy: str = ""
+    version: str = ""
 
 
 class ResetDone(Event, frozen=True, gc=False, kw_only=True):

@@ -56,6 +56,7 @@ class EventsDropped(ev.Event, frozen=True, gc=False, kw_only=True):
 _LEVELS: dict[type[ev.Event], int] = {
     ev.RuntimeStarted: logging.INFO,
     ev.RequestOpened: logging.INFO,
+    ev.Acquired: logging.INFO,
     ev.RequestEnded: logging.INFO,
     ev.Inserted: logging.INFO,
     ev.Evicted: logging.INFO,
@@ -70,6 +71,8 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.Freed: logging.DEBUG,
     ev.Parked: logging.DEBUG,
     ev.Granted: logging.DEBUG,
+    ev.TreeChanged: logging.DEBUG,
+    ev.CopyPlanned: logging.DEBUG,
     ev.CopySubmitted: logging.DEBUG,
     ev.StepChanged: logging.DEBUG,
 }

@@ -7,7 +7,7 @@ changes the structure, and returns its result together with the actions that oth
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Literal
 
@@ -19,7 +19,7 @@ from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease, Leases
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.placement import Placement, choose_positions
-from phloem.actors.tree.policies import Policy, policy_named
+from phloem.actors.tree.policies import Policy, Score, policy_named
 from phloem.actors.tree.radix import Radix, Walk
 from phloem.actors.tree.results import (
     Evicted,
@@ -66,9 +66,9 @@ class Tree:
         self.placement = placement or Placement()
         self.enabled = enabled
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
-        self.radix = Radix(page_size)
-        self.kv_index = CandidateIndex(1, self.policy.kv_score, kv_may_go)
-        self.state_index = CandidateIndex(2, self.policy.state_score, state_may_go)
+        self.radix = self.new_radix(page_size)
+        self.kv_index = self.new_index(1, self.policy.kv_score, kv_may_go)
+        self.state_index = self.new_index(2, self.policy.state_score, state_may_go)
         self.leases = Leases(self.kv_index, self.state_index)
         self.running = Running(self.radix.page_bytes, self.grid)
         self.sessions = Sessions(sessions_max, self.has_states, self._score_fell)
@@ -78,6 +78,16 @@ class Tree:
         self.time = 0  # of the latest message that said its time
         self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
         self.former = Former(self.radix.page_bytes)
+
+    def new_radix(self, page_size: int) -> Radix:
+        """The structure that this tree works on; others may watch theirs."""
+        return Radix(page_size)
+
+    def new_index(
+        self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]
+    ) -> CandidateIndex:
+        """One of its candidate indexes."""
+        return CandidateIndex(bit, score, eligible)
 
     # -- reading -------------------------------------------------------------------------------
 

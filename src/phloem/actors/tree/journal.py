@@ -1,0 +1,199 @@
+"""A tree that writes down what becomes of its nodes, for the events of its actor.
+
+It decides exactly as `Tree` does. What an operation changed is kept until it is taken; a tree
+whose events nobody wants is a plain `Tree` and pays nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
+from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.placement import Placement
+from phloem.actors.tree.policies import Policy, Score
+from phloem.actors.tree.radix import Radix, RootName
+from phloem.actors.tree.tree import Actions, Tree
+from phloem.events import (
+    Change,
+    NodeAdded,
+    NodeRemoved,
+    NodesMerged,
+    NodeSplit,
+    RootAdded,
+    RootRemoved,
+    StatePut,
+    StateTaken,
+    TailCut,
+    Victim,
+)
+
+__all__ = ["Journal", "JournaledTree"]
+
+_WORD = 64
+
+
+class Journal:
+    """What happened to the nodes since it was taken last, in order."""
+
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+        self._victims: list[Victim] = []
+        self._chosen: tuple[Score, Node] | None = None
+
+    def note(self, change: Change) -> None:
+        """Write a change of the shape down."""
+        self._changes.append(change)
+
+    def chosen(self, candidate: tuple[Score, Node]) -> None:
+        """The policy has chosen this node to lose data next."""
+        self._chosen = candidate
+
+    def loses(self, node: Node, what: Literal["leaf", "tail", "state"], pages: int) -> None:
+        """`node` is about to lose so many pages, or its state, or all."""
+        score: list[int] = []
+        if self._chosen is not None and self._chosen[1] is node:
+            score = _words(self._chosen[0])
+        states = 1 if what != "tail" and node.state != NO_SLOT else 0
+        self._victims.append(Victim(node.id, what, node.end, pages, states, score))
+
+    def take_changes(self) -> list[Change]:
+        """The changes so far; empty from now on."""
+        taken, self._changes = self._changes, []
+        return taken
+
+    def take_victims(self) -> list[Victim]:
+        """The victims so far; empty from now on."""
+        taken, self._victims, self._chosen = self._victims, [], None
+        return taken
+
+
+def _words(score: Score) -> list[int]:
+    """A score as words of 64 bits, the highest first; they compare as the scores do."""
+    words: list[int] = []
+    while True:
+        words.append(score & ((1 << _WORD) - 1))
+        score >>= _WORD
+        if not score:
+            return words[::-1]
+
+
+class _JournaledIndex(CandidateIndex):
+    def __init__(
+        self,
+        bit: int,
+        score: Callable[[Node], Score],
+        eligible: Callable[[Node], bool],
+        journal: Journal,
+    ) -> None:
+        super().__init__(bit, score, eligible)
+        self._journal = journal
+
+    def pop(self) -> tuple[Score, Node] | None:
+        popped = super().pop()
+        if popped is not None:
+            self._journal.chosen(popped)
+        return popped
+
+
+class _JournaledRadix(Radix):
+    def __init__(self, page_size: int, journal: Journal) -> None:
+        super().__init__(page_size)
+        self._journal = journal
+
+    def root(self, name: RootName) -> Node:
+        known = name in self.roots
+        root = super().root(name)
+        if not known:
+            adapter, salt, marks = name
+            self._journal.note(RootAdded(root.id, (adapter, salt), marks.hex()))
+        return root
+
+    def attach_leaf(self, parent: Node, edge: bytes, pages: array[int]) -> Node:
+        leaf = super().attach_leaf(parent, edge, pages)
+        self._journal.note(NodeAdded(leaf.id, parent.id, len(edge) // TOKEN_BYTES))
+        return leaf
+
+    def split(self, node: Node, inside: int) -> Node:
+        upper = super().split(node, inside)
+        self._journal.note(NodeSplit(node.id, upper.id, inside // TOKEN_BYTES))
+        return upper
+
+    def merge_into_child(self, node: Node) -> Node | None:
+        merged = super().merge_into_child(node)
+        if merged is not None:
+            self._journal.note(NodesMerged(node.id, merged.id))
+        return merged
+
+    def remove(self, leaf: Node) -> Node:
+        self._journal.loses(leaf, "leaf", len(leaf.pages))
+        self._journal.note(NodeRemoved(leaf.id))
+        return super().remove(leaf)
+
+    def cut_tail(self, leaf: Node, count: int) -> array[int]:
+        self._journal.loses(leaf, "tail", count)
+        self._journal.note(TailCut(leaf.id, count))
+        return super().cut_tail(leaf, count)
+
+    def drop_root_if_empty(self, node: Node) -> None:
+        before = len(self.roots)
+        super().drop_root_if_empty(node)
+        if len(self.roots) < before:
+            self._journal.note(RootRemoved(node.id))
+
+
+class JournaledTree(Tree):
+    """A `Tree` with a `journal`."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 16,
+        state_chunk: int = 1,
+        components: Sequence[str] = ("kv", "state"),
+        policy: str | Policy = "lru",
+        placement: Placement | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.journal = Journal()
+        super().__init__(
+            page_size=page_size,
+            state_chunk=state_chunk,
+            components=components,
+            policy=policy,
+            placement=placement,
+            enabled=enabled,
+        )
+
+    def new_radix(self, page_size: int) -> Radix:
+        """See `Tree.new_radix`."""
+        return _JournaledRadix(page_size, self.journal)
+
+    def new_index(
+        self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]
+    ) -> CandidateIndex:
+        """See `Tree.new_index`."""
+        return _JournaledIndex(bit, score, eligible, self.journal)
+
+    def reached(self, key: TokenKey, limit: int | None = None) -> int:
+        """The node in which the KV prefix of a key ends, or 0."""
+        walk = self.radix.walk(key, self._whole(key, limit))
+        if walk.partial is not None and walk.inside:
+            return walk.partial.id
+        return walk.path[-1].id if walk.path else 0
+
+    def _offer_state(
+        self, node: Node, state: int, owner: int, actions: Actions
+    ) -> Literal["adopted", "duplicate", "none"]:
+        outcome = super()._offer_state(node, state, owner, actions)
+        if outcome == "adopted":
+            self.journal.note(StatePut(node.id, state))
+        return outcome
+
+    def _drop_state(self, node: Node, actions: Actions) -> None:
+        self.journal.loses(node, "state", 0)
+        self.journal.note(StateTaken(node.id))
+        super()._drop_state(node, actions)
