@@ -54,11 +54,20 @@ class Grant:
 
 
 class TreeView:
-    """What the allocator may know of the tree: its figures, and the owners of leases."""
+    """What the allocator may know of the tree: its figures, and the owners of leases on data.
 
-    def __init__(self, figures: Callable[[], TreeFigures], owners: Collection[str]) -> None:
+    `sweeping` is true while a former generation's data is still on its way back.
+    """
+
+    def __init__(
+        self,
+        figures: Callable[[], TreeFigures],
+        owners: Collection[str],
+        sweeping: Callable[[], bool],
+    ) -> None:
         self.figures = figures
         self.lease_owners = owners  # as they are at any time
+        self.sweeping = sweeping
 
 
 class _Waiter:
@@ -176,7 +185,7 @@ class AllocatorActor:
         )
 
     def _holding(self) -> set[str]:
-        """The owners that hold places outside the tree, or a lease."""
+        """The owners that hold places outside the tree, or a lease on data in it."""
         return {*self._ledger.owners, *self._view.lease_owners}
 
     # -- waiting -------------------------------------------------------------------------------
@@ -280,7 +289,7 @@ class AllocatorActor:
     def _break_deadlock(self) -> bool:
         """When every holder waits: serve whoever fits, else refuse the youngest holder."""
         ledger = self._ledger
-        if ledger.kv.parked or ledger.state.parked:
+        if ledger.kv.parked or ledger.state.parked or self._view.sweeping():
             return False
         waiters = [waiter for waiter in self._waiters() if waiter.message.wait]
         if not self._holding() <= {waiter.message.owner for waiter in waiters}:

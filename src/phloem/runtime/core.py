@@ -57,7 +57,7 @@ class Core:
         self.ledger = Ledger(pools.pages, pools.slots)
         self.domain = Domain(inline=config.inline, capacity=config.queue_max, on_crash=on_crash)
         self.tree_actor = TreeActor(self.domain, self.tree, self.ledger, emit)
-        view = TreeView(self.tree.figures, self.tree.leases.owners)
+        view = TreeView(self.tree.figures, self.tree.leases.owners, lambda: self.tree.sweeping)
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
         self.transfer = TransferActor(self.domain, engine, pools, emit)
         self.tree_actor.connect(self.allocator, self.transfer)

@@ -414,6 +414,8 @@ class TreeActor:
         self._dispatch(actions)
         if more:
             self._domain.send_soon(self, m.Sweep())
+        else:
+            self._let_waiters_retry()
 
     def _on_audit(self, message: m.Audit) -> None:
         del message

@@ -28,7 +28,7 @@ def audit_tree(tree: Tree) -> None:
         _check(lease.live, f"{lease} is listed but ended")
         leases_at[lease.anchor.id] += 1
         states_at[lease.anchor.id] += lease.has_state
-    owners = Counter(lease.owner for lease in tree.leases.live.values())
+    owners = Counter(lease.owner for lease in tree.leases.live.values() if lease.anchor.end)
     _check(owners == tree.leases.owners, "the owners of leases are miscounted")
     totals: Counter[str] = Counter()
     owned: set[tuple[str, int]] = set()

@@ -97,7 +97,7 @@ class Leases:
         self._kv_index = kv_index
         self._state_index = state_index
         self.live: dict[int, Lease] = {}
-        self.owners: dict[str, int] = {}  # how many live leases each has
+        self.owners: dict[str, int] = {}  # how many live leases on data, not on a root, each has
         self.pages_protected = 0
         self.states_protected = 0
         self._next_id = 0
@@ -109,7 +109,8 @@ class Leases:
         self._next_id += 1
         lease = Lease(self._next_id, owner, generation, key, anchor, with_state)
         self.live[lease.id] = lease
-        self.owners[owner] = self.owners.get(owner, 0) + 1
+        if anchor.end:
+            self.owners[owner] = self.owners.get(owner, 0) + 1
         self._protect(anchor)
         if with_state:
             self._protect_state(anchor)
@@ -126,11 +127,12 @@ class Leases:
         self._unprotect(lease.anchor, now, former)
         lease.live = False
         del self.live[lease.id]
-        others = self.owners[lease.owner] - 1
-        if others:
-            self.owners[lease.owner] = others
-        else:
-            del self.owners[lease.owner]
+        if lease.anchor.end:
+            others = self.owners[lease.owner] - 1
+            if others:
+                self.owners[lease.owner] = others
+            else:
+                del self.owners[lease.owner]
 
     def end_state(self, lease: Lease, now: int, *, former: bool = False) -> None:
         """Give up the state part of a live lease."""
@@ -144,11 +146,14 @@ class Leases:
             self.states_protected -= 1
             self._state_index.push(anchor)
 
-    def take_state(self, lease: Lease) -> None:
+    def take_state(self, lease: Lease, *, former: bool = False) -> None:
         """Add the state part to a live lease that has none."""
         assert lease.live and not lease.has_state
         lease.has_state = True
-        self._protect_state(lease.anchor)
+        if former:  # its states are in no total any more
+            lease.anchor.state_leases += 1
+        else:
+            self._protect_state(lease.anchor)
 
     def move(self, lease: Lease, anchor: Node, now: int, *, with_state: bool) -> None:
         """Move a live lease to another boundary; at no time is the path unprotected."""
@@ -156,6 +161,8 @@ class Leases:
         if lease.has_state:
             self.end_state(lease, now)
         self._unprotect(lease.anchor, 0, former=False)
+        if anchor.end and not lease.anchor.end:
+            self.owners[lease.owner] = self.owners.get(lease.owner, 0) + 1
         lease.anchor = anchor
         if with_state:
             lease.has_state = True
