@@ -17,10 +17,13 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Final, Protocol
 
 from phloem.errors import CacheCrashed, InvalidRequest, PhloemError
+from phloem.events import Context, Joins
 
 __all__ = ["LATER", "Actor", "Domain", "Handlers", "Parked", "Reply"]
 
 Handlers = Mapping[type, Callable[..., object]]
+
+_NOTHING_BOUND: Context = {}  # never written to
 
 
 class _Later:
@@ -88,7 +91,8 @@ class Domain:
 
     `capacity` bounds the messages of callers that wait for a turn; what turns send is bounded by
     what causes it. `inline_max`: after so many inline calls in a row a caller lets the loop run.
-    `batch`: turns that one visit of the loop takes at most.
+    `batch`: turns that one visit of the loop takes at most. `caller_context` reads what the running
+    task has bound: it goes with the task's messages, and with all that these send in turn.
     """
 
     def __init__(
@@ -99,17 +103,20 @@ class Domain:
         inline_max: int = 256,
         batch: int = 256,
         on_crash: Callable[[BaseException], None] | None = None,
+        caller_context: Callable[[], Context] | None = None,
     ) -> None:
         self.inline = inline
         self.turns = 0  # turns begun so far; the number of the current one inside a turn
         self.cause = 0  # the turn that sent the current turn's message; 0: a caller
+        self.context: Context = _NOTHING_BOUND  # of the caller whom the current turn serves
         self.stopped: PhloemError | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._capacity = capacity
         self.inline_max = inline_max
         self.batch = batch
         self._on_crash = on_crash
-        self._queue: deque[tuple[Actor, object, Reply | None, int]] = deque()
+        self._caller_context = caller_context
+        self._queue: deque[tuple[Actor, object, Reply | None, int, Context]] = deque()
         self._room: deque[asyncio.Future[None]] = deque()
         self._let_in = 0  # callers who were given room and have not run since
         self._outstanding: dict[Reply, None] = {}  # in the order promised
@@ -135,18 +142,20 @@ class Domain:
 
     # -- inside turns --------------------------------------------------------------------------
 
-    def send(self, actor: Actor, message: object) -> None:
+    def send(self, actor: Actor, message: object, context: Context | None = None) -> None:
         """Send without waiting for an answer; always fits.
 
         Inside a turn the message is handled after what is queued, before any caller resumes.
         Outside, it is handled at once, or by the loop when the domain is not inline; after the end
-        it is dropped.
+        it is dropped. Outside, `context` is that of the caller whom it serves, if any.
         """
         if self.stopped is not None:
             return
-        self._queue.append((actor, message, None, self.turns if self._draining else 0))
         if self._draining:
+            context = self.context if context is None else context
+            self._queue.append((actor, message, None, self.turns, context))
             return
+        self._queue.append((actor, message, None, 0, context or _NOTHING_BOUND))
         if self.inline or self.loop is None:
             self.drain()
         else:
@@ -155,9 +164,9 @@ class Domain:
     def send_soon(self, actor: Actor, message: object) -> None:
         """Send for the loop's next round, so that long work leaves room for others."""
         if self.loop is None:
-            self._queue.append((actor, message, None, self.turns))
+            self._queue.append((actor, message, None, self.turns, self.context))
         elif self.stopped is None:
-            self.loop.call_soon(self.send, actor, message)
+            self.loop.call_soon(self.send, actor, message, self.context)
 
     def later(self) -> Reply:
         """The reply of the current turn's message, to be completed in a later turn."""
@@ -174,6 +183,14 @@ class Domain:
     def fail(self, reply: Reply, error: BaseException) -> None:
         """Give an error as the answer promised by `later`."""
         self._settle(reply, None, error)
+
+    def joins(self) -> Joins:
+        """What joins an event of the current turn to others."""
+        return {"turn": self.turns, "cause": self.cause, "context": self.context}
+
+    def caller_context(self) -> Context:
+        """What the running task has bound, if anybody wants to know."""
+        return _NOTHING_BOUND if self._caller_context is None else self._caller_context()
 
     def check_running(self) -> None:
         """Raise what stopped the domain, if anything did."""
@@ -198,7 +215,7 @@ class Domain:
         self.check_running()
         if self._queue:
             reply = Reply()
-            self._queue.append((actor, message, reply, 0))
+            self._queue.append((actor, message, reply, 0, self.caller_context()))
             self.drain()
             return self._answer(reply)
         value = self._turn_inline(actor, message)
@@ -244,7 +261,7 @@ class Domain:
             await self._wait_for_room()
         self.check_running()
         reply = Reply()
-        self._queue.append((actor, message, reply, 0))
+        self._queue.append((actor, message, reply, 0, self.caller_context()))
         if self.inline and not self._draining:
             self.drain()
             if reply.done:
@@ -278,7 +295,7 @@ class Domain:
         turns = 0
         while queue and (limit is None or turns < limit):
             turns += 1
-            actor, message, reply, cause = queue.popleft()
+            actor, message, reply, cause, self.context = queue.popleft()
             if self._room and len(queue) + self._let_in < self._capacity:
                 self._admit()
             if reply is None:
@@ -295,6 +312,8 @@ class Domain:
         self.turns += 1
         self.cause = 0
         self._current = None
+        if self._caller_context is not None:
+            self.context = self._caller_context()
         try:
             return actor.handlers[type(message)](message)
         except PhloemError:
@@ -385,7 +404,7 @@ class Domain:
         """Refuse everything from now on; whoever waits gets `error`."""
         if self.stopped is None:
             self.stopped = error
-        queued = [reply for _, _, reply, _ in self._queue if reply is not None]
+        queued = [reply for _, _, reply, _, _ in self._queue if reply is not None]
         self._queue.clear()
         for reply in [*queued, *self._outstanding]:
             if not reply.done:
