@@ -38,20 +38,24 @@ class Run(NamedTuple):
 
 
 def _ids(what: str, ids: Sequence[int], pool: RowPool) -> tuple[int, ...]:
-    array = np.asarray(ids)
-    if array.size == 0:
-        return ()
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequest(f"{what} must be a flat run of integers, not {array.dtype}")
-    low, high = int(array.min()), int(array.max())
+    plain: tuple[int, ...]
+    if len(ids) == 1 and type(ids[0]) is int:  # the copy of one state, made for each request
+        plain, low, high = (ids[0],), ids[0], ids[0]
+    else:
+        array = np.asarray(ids)
+        if array.size == 0:
+            return ()
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InvalidRequest(f"{what} must be a flat run of integers, not {array.dtype}")
+        plain, low, high = tuple(array.tolist()), int(array.min()), int(array.max())
     if low < 0 or high >= pool.count:
         worst = low if low < 0 else high
         raise InvalidRequest(f"{what}: {worst} is not a row of {pool.name} (0..{pool.count - 1})")
-    return tuple(array.tolist())
+    return plain
 
 
 def _distinct(what: str, ids: tuple[int, ...]) -> None:
-    if len(set(ids)) != len(ids):
+    if len(ids) > 1 and len(set(ids)) != len(ids):
         twice = next(row for index, row in enumerate(ids) if row in ids[:index])
         raise InvalidRequest(f"{what}: {twice} is named twice")
 
@@ -88,8 +92,10 @@ class Copy:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The same pairs as the fewest runs, in the order given."""
-        if not self.source_ids:
-            return ()
+        if len(self.source_ids) < 2:
+            return tuple(
+                Run(*pair, 1) for pair in zip(self.source_ids, self.target_ids, strict=True)
+            )
         source = np.asarray(self.source_ids, np.int64)
         target = np.asarray(self.target_ids, np.int64)
         breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1

@@ -13,26 +13,37 @@ __all__ = ["RowMover"]
 class RowMover:
     """Copies rows between pools with few calls of about `call_bytes`, each without the GIL.
 
-    Runs of `run_bytes` or more on average go in one pass over memory, many to a call. Shorter ones
-    are gathered into a buffer of `stage_bytes` and scattered from there. (Many calls much shorter
-    than the interpreter's switch interval collapse when the loop is busy.) One mover a thread.
+    Runs of `run_bytes` or more on average, or no more than `few_runs`, go in one pass over memory,
+    many to a call, also of several layers. Others are gathered into a buffer of `stage_bytes` and
+    scattered from there. (Many calls much shorter than the interpreter's switch interval collapse
+    when the loop is busy.) One mover a thread.
     """
 
     def __init__(
-        self, *, stage_bytes: int = 8 << 20, run_bytes: int = 32 << 10, call_bytes: int = 4 << 20
+        self,
+        *,
+        stage_bytes: int = 8 << 20,
+        run_bytes: int = 32 << 10,
+        call_bytes: int = 4 << 20,
+        few_runs: int = 8,
     ) -> None:
         self.run_bytes = run_bytes
         self.call_bytes = call_bytes
+        self.few_runs = few_runs
         # int64: its storage begins at an 8-byte boundary, so it can be seen in any word.
         self._stage = torch.empty(max(stage_bytes, run_bytes) // 8, dtype=torch.int64)
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._zeros: list[Tensor] = []
+        self._waiting_bytes = 0
 
-    def apply(self, item: CopyItem, layer: int) -> None:
-        """Carry out one layer of an item."""
+    def add(self, item: CopyItem, layer: int) -> None:
+        """Carry out one layer of an item, now or at the latest with `flush`."""
         if not item.target_ids:
             return
         if isinstance(item, Clear):
-            for part in item.target.parts(layer):
-                part.index_fill_(0, item.index, 0)
+            for part in item.target.words(layer):
+                self._zeros += [part[row : row + 1] for row in item.target_ids]
             return
         for target, source, convert in item.target.pairs(layer, item.source):
             if convert is not None:
@@ -40,24 +51,35 @@ class RowMover:
                 target.index_copy_(0, target_index, convert(source.index_select(0, source_index)))
                 continue
             row_bytes = target.shape[1] * target.element_size()
-            if len(item.target_ids) * row_bytes >= len(item.runs) * self.run_bytes:
+            runs = len(item.runs)
+            long = len(item.target_ids) * row_bytes >= runs * self.run_bytes
+            if long or runs <= self.few_runs:
                 self._in_runs(item, source, target, row_bytes)
             else:
                 self._staged(item, source, target, row_bytes)
 
+    def flush(self) -> None:
+        """Carry out what is still waiting."""
+        targets, sources, zeros = self._targets, self._sources, self._zeros
+        self.drop()
+        # The only spellings of "do this to all of these in one call" have an underscore.
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        if zeros:
+            torch._foreach_zero_(zeros)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+    def drop(self) -> None:
+        """Forget what is still waiting: its copy has been given up."""
+        self._targets, self._sources, self._zeros = [], [], []
+        self._waiting_bytes = 0
+
     def _in_runs(self, item: Copy, source: Tensor, target: Tensor, row_bytes: int) -> None:
-        group_to: list[Tensor] = []
-        group_from: list[Tensor] = []
-        size = 0
         for run in item.runs:
-            group_to.append(target[run.target : run.target + run.length])
-            group_from.append(source[run.source : run.source + run.length])
-            size += run.length * row_bytes
-            if size >= self.call_bytes:
-                _copy_all(group_to, group_from)
-                group_to, group_from, size = [], [], 0
-        if group_to:
-            _copy_all(group_to, group_from)
+            self._targets.append(target[run.target : run.target + run.length])
+            self._sources.append(source[run.source : run.source + run.length])
+            self._waiting_bytes += run.length * row_bytes
+            if self._waiting_bytes >= self.call_bytes:
+                self.flush()
 
     def _staged(self, item: Copy, source: Tensor, target: Tensor, row_bytes: int) -> None:
         stage = self._stage.view(target.dtype)
@@ -70,8 +92,3 @@ class RowMover:
             held = stage[: len(rows) * target.shape[1]].view(len(rows), target.shape[1])
             torch.index_select(source, 0, rows, out=held)
             target.index_copy_(0, target_index[chunk], held)
-
-
-def _copy_all(to: list[Tensor], source: list[Tensor]) -> None:
-    # The only public spelling of "copy these to those in one call" has an underscore.
-    torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

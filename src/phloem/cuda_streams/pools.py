@@ -32,6 +32,7 @@ __all__ = ["DevicePools", "HostPools", "LayerKV", "Pair", "RowPool", "Tier"]
 Tier = Literal["device", "host"]
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_BYTES = {word: size for size, word in _WORDS.items()}
 
 
 def _word_bytes(part: Tensor) -> int:
@@ -101,7 +102,11 @@ class RowPool:
             for sizes, coded in zip(self.stored_bytes, self.codecs, strict=True)
         )
         self._parts = tuple(tuple(parts) for parts in layers)
-        self._words = tuple(tuple(_word_bytes(part) for part in parts) for parts in layers)
+        self._views = tuple(
+            tuple(part.view(_WORDS[_word_bytes(part)]) for part in parts) for parts in layers
+        )
+        self.row_bytes = sum(map(sum, self.stored_bytes)) if whole is None else whole.shape[1]
+        """Bytes of one row over all layers, alignment included."""
 
     def __repr__(self) -> str:
         return f"RowPool({self.name!r}, {self.tier}, {self.count} rows of {self.row_bytes} bytes)"
@@ -110,11 +115,6 @@ class RowPool:
     def layers(self) -> int:
         """The number of model layers, those without a part included."""
         return len(self._parts)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all layers, alignment included."""
-        return sum(map(sum, self.stored_bytes)) if self.whole is None else self.whole.shape[1]
 
     @property
     def is_coded(self) -> bool:
@@ -130,6 +130,10 @@ class RowPool:
         """The parts of a model layer as uint8 [count, bytes]; empty if it keeps nothing here."""
         return self._parts[layer]
 
+    def words(self, layer: int) -> tuple[Tensor, ...]:
+        """The parts of a model layer as [count, words] of the widest word that fits each."""
+        return self._views[layer]
+
     def pairs(self, layer: int, source: RowPool) -> list[Pair]:
         """How the parts of a layer come here from `source`, which has equal `part_bytes`."""
         out: list[Pair] = []
@@ -138,9 +142,11 @@ class RowPool:
         ):
             own_codec, its_codec = self.codecs[layer][number], source.codecs[layer][number]
             if own_codec == its_codec:
-                words = (self._words[layer][number], source._words[layer][number])
-                word = _WORDS[min(words)]
-                out.append(Pair(own.view(word), its.view(word), None))
+                mine, theirs = self._views[layer][number], source._views[layer][number]
+                if mine.dtype != theirs.dtype:
+                    word = min(mine.dtype, theirs.dtype, key=_BYTES.__getitem__)
+                    mine, theirs = mine.view(word), theirs.view(word)
+                out.append(Pair(mine, theirs, None))
             elif own_codec is not None:
                 out.append(Pair(own, its, own_codec.encode))
             elif its_codec is not None:

@@ -67,7 +67,9 @@ class ThreadEngine(Dispatcher):
                 wake.wait()
                 wake.clear()  # before taking: whatever becomes ready from now on wakes us again
                 while (ticket := self.take(channel)) is not None:
-                    self.finish(ticket, self._run(ticket, mover))
+                    error = self._run(ticket, mover)
+                    mover.drop()
+                    self.finish(ticket, error)
                 if self._closed:
                     return
 
@@ -85,7 +87,9 @@ class ThreadEngine(Dispatcher):
     def _copy(self, ticket: Ticket, mover: RowMover, layer: int) -> None:
         self.inject(ticket, layer)
         for item in ticket.batch.items:
-            mover.apply(item, layer)
+            mover.add(item, layer)
+        if ticket.batch.by_layer or layer == ticket.batch.layers - 1:
+            mover.flush()
 
 
 class WorkerStream:

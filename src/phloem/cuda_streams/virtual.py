@@ -206,7 +206,8 @@ class VirtualEngine(Dispatcher):
             self._hazards.landing(ticket, layer)
         for item in ticket.batch.items:
             if not item.target.is_meta:
-                self._mover.apply(item, layer)
+                self._mover.add(item, layer)
+                self._mover.flush()
 
     def _end(self, ticket: Ticket, error: BaseException | None) -> None:
         channel = ticket.batch.channel
