@@ -116,7 +116,7 @@ class Ghosts:
             place = mark, data[offset : offset + self._page_bytes]
             ghost = self._recent.get(place) or self._older.get(place)
             if ghost is None:
-                if any(place in gone for gone in self._gone):
+                if self._gone and any(place in gone for gone in self._gone):
                     return Remembered(offset - start, by, at, forgotten=True)
                 break
             if offset == start:

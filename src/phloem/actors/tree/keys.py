@@ -211,6 +211,8 @@ def common_bytes(
 
     Gallops, then bisects: a difference near the front is found without touching the rest.
     """
+    if not other_start and len(other) <= stop - start and data.startswith(other, start):
+        return len(other) // unit * unit
     limit = min(len(other) - other_start, stop - start) // unit
 
     def equal(low: int, high: int) -> bool:
