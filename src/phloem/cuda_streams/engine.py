@@ -48,6 +48,8 @@ class CopyCancelled(CopyFailed):
 
 
 class TicketState(enum.Enum):
+    """Where a copy stands; the last three are outcomes."""
+
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
