@@ -386,7 +386,6 @@ class RuntimeStarted(Event, frozen=True, gc=False, kw_only=True):
     page_bytes: int = 0
     state_bytes: int = 0
     policy: str = ""
-    version: str = ""
 
 
 class ResetDone(Event, frozen=True, gc=False, kw_only=True):

@@ -113,7 +113,7 @@ async def test_a_refusal_carries_the_figures_and_others_go_on(inline: bool) -> N
         )
         assert "asked 6 of 10, free 3" in str(caught.value)
         (told,) = here.of_type(Refused)
-        assert told.what == "room" and "asked 6" in told.why
+        assert told.what == "room" and "asked 6" in told.detail
         other = await cache.allocate(pages=5, states=3, wait=False)
         for handle in (other, grant, lease):
             cache.release(handle)

@@ -27,7 +27,7 @@ from phloem.actors.messages import (
 from phloem.actors.tree.tree import TreeFigures
 from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, NoRoom, PoolFigures, StaleHandle
-from phloem.events import Freed, Granted, Parked, Refused, Sink, Waited
+from phloem.events import Context, Freed, Granted, Parked, Refused, Sink, Waited
 
 __all__ = ["AllocatorActor", "Grant", "TreeView"]
 
@@ -71,12 +71,16 @@ class TreeView:
 
 
 class _Waiter:
-    __slots__ = ("holder", "message", "reply", "tried")
+    __slots__ = ("asked", "context", "holder", "message", "reply", "tried")
 
-    def __init__(self, message: Allocate, reply: Reply, holder: bool) -> None:
+    def __init__(
+        self, message: Allocate, reply: Reply, holder: bool, asked: int, context: Context
+    ) -> None:
         self.message = message
         self.reply = reply
         self.holder = holder
+        self.asked = asked  # the turn of its message ...
+        self.context = context  # ... and what its caller had bound
         self.tried = False  # the tree could not help since anything last changed
 
 
@@ -134,19 +138,20 @@ class AllocatorActor:
         if pages > ledger.kv.size or states > ledger.state.size:
             raise self._no_room(message)
         if not self._holders and not self._newcomers and self._fits(message):
-            return self._grant(message)
+            return self._grant(message, self._domain.turns)
         if not message.evict:
             raise self._no_room(message)
         holder = self._is_holder(message)
         reply = self._domain.later()
-        waiter = _Waiter(message, reply, holder)
+        waiter = _Waiter(message, reply, holder, self._domain.turns, self._domain.context)
         (self._holders if holder else self._newcomers).append(waiter)
         reply.on_abandoned = self._retry_soon
         self._pump()
         if not reply.done and message.wait and self._emit is not None:
             self._emit(
                 Waited(
-                    turn=self._domain.turns,
+                    turn=waiter.asked,
+                    context=waiter.context,
                     request=message.owner,
                     pages=pages,
                     states=states,
@@ -159,19 +164,19 @@ class AllocatorActor:
         ledger = self._ledger
         return message.pages <= ledger.kv.free and message.states <= ledger.state.free
 
-    def _grant(self, message: Allocate) -> Grant:
+    def _grant(self, message: Allocate, asked: int) -> Grant:
         account, pages, states = self._ledger.grant(
             message.pages, message.states, message.owner, message.account
         )
         if self._emit is not None:
             self._emit(
                 Granted(
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
+                    **self._domain.joins(),
                     request=message.owner,
                     account=account,
                     pages=pages.tolist(),
                     states=states.tolist(),
+                    asked=asked,
                 )
             )
         return Grant(self._ledger, account, message.owner, pages, states)
@@ -197,8 +202,7 @@ class AllocatorActor:
             if waiter is None:
                 break
             if self._fits(waiter.message):
-                self._remove(waiter)
-                self._domain.complete(waiter.reply, self._grant(waiter.message))
+                self._serve(waiter)
             elif not waiter.tried:
                 self._ask(waiter)
             elif not waiter.message.wait:
@@ -223,9 +227,18 @@ class AllocatorActor:
         waiting = (*self._holders, *self._newcomers)
         return [w for w in waiting if not w.reply.abandoned and not w.reply.done]
 
+    def _serve(self, waiter: _Waiter) -> None:
+        self._remove(waiter)
+        others, self._domain.context = self._domain.context, waiter.context
+        self._domain.complete(waiter.reply, self._grant(waiter.message, waiter.asked))
+        self._domain.context = others
+
     def _refuse(self, waiter: _Waiter, *, deadlock: bool = False) -> None:
         self._remove(waiter)
-        self._domain.fail(waiter.reply, self._no_room(waiter.message, deadlock=deadlock))
+        others, self._domain.context = self._domain.context, waiter.context
+        error = self._no_room(waiter.message, deadlock=deadlock, asked=waiter.asked)
+        self._domain.fail(waiter.reply, error)
+        self._domain.context = others
 
     def _remove(self, waiter: _Waiter) -> None:
         queue = self._holders if waiter.holder else self._newcomers
@@ -246,6 +259,7 @@ class AllocatorActor:
                 max(0, message.states - ledger.state.free),
                 message.owner,
             ),
+            waiter.context,
         )
 
     def _on_made_room(self, message: MadeRoom) -> None:
@@ -296,8 +310,7 @@ class AllocatorActor:
             return False
         for waiter in waiters:
             if self._fits(waiter.message):
-                self._remove(waiter)
-                self._domain.complete(waiter.reply, self._grant(waiter.message))
+                self._serve(waiter)
                 return True
         for waiter in waiters:
             if not waiter.tried:
@@ -307,16 +320,17 @@ class AllocatorActor:
         self._refuse(youngest, deadlock=True)
         return True
 
-    def _no_room(self, message: Allocate, *, deadlock: bool = False) -> NoRoom:
+    def _no_room(self, message: Allocate, *, deadlock: bool = False, asked: int = 0) -> NoRoom:
         error = NoRoom(self.figures(message.pages, message.states), deadlock=deadlock)
         if self._emit is not None:
             self._emit(
                 Refused(
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
+                    **self._domain.joins(),
                     request=message.owner,
                     what="room",
-                    why="deadlock" if deadlock else str(error),
+                    why="deadlock" if deadlock else "no_room",
+                    detail=str(error),
+                    asked=asked or self._domain.turns,
                 )
             )
         return error
@@ -384,8 +398,7 @@ class AllocatorActor:
             if self._emit is not None:
                 self._emit(
                     Parked(
-                        turn=self._domain.turns,
-                        cause=self._domain.cause,
+                        **self._domain.joins(),
                         request=ledger.accounts[account].owner,
                         pages=pages.tolist(),
                         states=states.tolist(),
@@ -402,13 +415,13 @@ class AllocatorActor:
         ledger.left(account, len(pages), len(states))
 
     def _await_fences(self, fences: list[Fence], ripe: Ripe) -> None:
-        left = len(fences)
+        left, context = len(fences), self._domain.context
 
         def one_passed() -> None:
             nonlocal left
             left -= 1
             if not left and self._domain.stopped is None:
-                self._domain.send(self, ripe)
+                self._domain.send(self, ripe, context)
 
         for fence in fences:
             fence.add_callback(one_passed)
@@ -424,8 +437,7 @@ class AllocatorActor:
         if self._emit is not None and ids:
             self._emit(
                 Freed(
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
+                    **self._domain.joins(),
                     component=component,
                     ids=ids.tolist(),
                     owner=owner,

@@ -129,6 +129,7 @@ class CopyOwnPages(Message, frozen=True, gc=False, eq=False):
 
     sources: Ids
     targets: Ids
+    owner: str
     after: tuple[Fence, ...] = ()
 
 

@@ -11,17 +11,18 @@ from phloem.actors.messages import Copied, CopyAfter, StateWritten
 from phloem.cuda_streams.engine import Clear, Copy, CopyBatch, CopyEngine, CopyItem, Fence, Ticket
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import EngineDead, RuntimeClosed
-from phloem.events import CopyEnded, CopySubmitted, Sink
+from phloem.events import Context, CopyEnded, CopySubmitted, Sink
 
 __all__ = ["TransferActor"]
 
 
 class _Copy(NamedTuple):
-    """A copy in flight and the places it reads or writes."""
+    """A copy in flight, the places it reads or writes, and what its caller had bound."""
 
     ticket: Ticket
     pages: frozenset[int]
     states: frozenset[int]
+    context: Context
 
 
 class TransferActor:
@@ -120,33 +121,34 @@ class TransferActor:
         states: frozenset[int] = frozenset(),
     ) -> None:
         assert self._tree is not None
+        batch = CopyBatch("d2d", (item,), after=after, label=f"{kind} {op}")
         try:
-            ticket = self._engine.submit(
-                CopyBatch("d2d", (item,), after=after, label=f"{kind} {op}")
-            )
+            ticket = self._engine.submit(batch)
         except (EngineDead, RuntimeClosed) as error:
             self._domain.send(self._tree, Copied(op, error))
             return
-        self._tickets[op] = _Copy(ticket, pages, states)
+        self._tickets[op] = _Copy(ticket, pages, states, self._domain.context)
         if self._emit is not None:
             self._emit(
                 CopySubmitted(
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
+                    **self._domain.joins(),
                     op=op,
                     kind=kind,
                     pages=sorted(pages),
                     states=sorted(states),
+                    queue=batch.channel,
+                    bytes=batch.nbytes,
+                    after=len(after),
                 )
             )
         ticket.add_done_callback(lambda ended: self._ended(op, ended))
 
     def _ended(self, op: int, ticket: Ticket) -> None:
         """On the loop: the copy is over, whatever its outcome."""
-        del self._tickets[op]
+        context = self._tickets.pop(op).context
         if self._emit is not None:
             error = "" if ticket.error is None else repr(ticket.error)
-            self._emit(CopyEnded(op=op, error=error))
+            self._emit(CopyEnded(op=op, error=error, context=context))
         assert self._tree is not None
         if self._domain.stopped is None:
-            self._domain.send(self._tree, Copied(op, ticket.error))
+            self._domain.send(self._tree, Copied(op, ticket.error), context)

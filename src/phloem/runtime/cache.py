@@ -35,6 +35,7 @@ from phloem.runtime.nowait import (
 )
 from phloem.runtime.request import Request, check_breakpoints
 from phloem.runtime.step import Step
+from phloem.runtime.tracing import caller_context
 
 __all__ = ["CacheRuntime", "PoolStats", "Stats"]
 
@@ -129,7 +130,15 @@ class CacheRuntime:
         self._loop = loop
         self._engine = self._new_engine(post)
         try:
-            core = Core(self.config, self.pools, self._engine, post, self._events, self._crashed)
+            core = Core(
+                self.config,
+                self.pools,
+                self._engine,
+                post,
+                self._events,
+                self._crashed,
+                caller_context,
+            )
         except BaseException:
             self._engine.close()
             raise
@@ -137,13 +146,17 @@ class CacheRuntime:
         self._core = core
         self._nowait = Nowait(core)
         if self._events is not None:
+            layout = self.config.layout
             self._events(
                 RuntimeStarted(
                     page_size=self.config.page_size,
                     grid=core.grid,
                     pages=core.ledger.kv.size,
                     states=core.ledger.state.size,
-                    layout=self.config.layout.fingerprint,
+                    layout=layout.fingerprint,
+                    page_bytes=layout.page_bytes(self.config.page_size),
+                    state_bytes=layout.slot_bytes,
+                    policy=self.config.eviction,
                 )
             )
 
@@ -428,7 +441,8 @@ def _undo_lease(core: Core) -> Callable[[object], None]:
     def undo(answer: object) -> None:
         lease, _ = lease_and_match(answer)
         if not core.stopped:
-            core.domain.send(core.tree_actor, m.Release(lease))
+            context = core.domain.caller_context()
+            core.domain.send(core.tree_actor, m.Release(lease), context)
 
     return undo
 

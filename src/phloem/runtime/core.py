@@ -13,12 +13,13 @@ from phloem.actors.domain import Domain
 from phloem.actors.ledger import Ledger
 from phloem.actors.transfer import TransferActor
 from phloem.actors.tree.actor import TreeActor
+from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tree import Tree
 from phloem.cuda_streams.engine import CopyEngine, Fence, Post
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
-from phloem.events import Sink
+from phloem.events import Context, Refused, Sink
 from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.request import Request
@@ -40,12 +41,13 @@ class Core:
         post: Post,
         emit: Sink | None,
         on_crash: Callable[[BaseException], None],
+        caller_context: Callable[[], Context] | None = None,
     ) -> None:
         self.config = config
         self.emit = emit
         self.post = post
         self.has_states = config.layout.has_states
-        self.tree = Tree(
+        self.tree = (Tree if emit is None else JournaledTree)(
             page_size=config.page_size,
             state_chunk=config.state_chunk,
             components=config.components,
@@ -55,7 +57,12 @@ class Core:
         )
         self.grid = self.tree.grid
         self.ledger = Ledger(pools.pages, pools.slots)
-        self.domain = Domain(inline=config.inline, capacity=config.queue_max, on_crash=on_crash)
+        self.domain = Domain(
+            inline=config.inline,
+            capacity=config.queue_max,
+            on_crash=on_crash,
+            caller_context=None if emit is None else caller_context,
+        )
         self.tree_actor = TreeActor(self.domain, self.tree, self.ledger, emit)
         view = TreeView(self.tree.figures, self.tree.leases.owners, lambda: self.tree.sweeping)
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
@@ -118,8 +125,22 @@ class Core:
             with anyio.fail_after(timeout):
                 grant = await self.domain.call(self.allocator, message, self._undo_grant)
         except TimeoutError:
-            raise NoRoom(self.allocator.figures(pages, states)) from None
+            error = NoRoom(self.allocator.figures(pages, states))
+            self._tell_refused(owner, error)
+            raise error from None
         return _granted(grant)
+
+    def _tell_refused(self, owner: str, error: NoRoom) -> None:
+        if self.emit is not None:
+            self.emit(
+                Refused(
+                    context=self.domain.caller_context(),
+                    request=owner,
+                    what="room",
+                    why="timeout",
+                    detail=str(error),
+                )
+            )
 
     def allocate_nowait(
         self, pages: int, states: int, owner: str, *, account: int = 0, evict: bool = True
@@ -132,7 +153,11 @@ class Core:
     def _undo_grant(self, answer: object) -> None:
         grant = _granted(answer)
         if not self.stopped:
-            self.domain.send(self.allocator, m.GiveBack(grant.account, grant.pages, grant.states))
+            self.domain.send(
+                self.allocator,
+                m.GiveBack(grant.account, grant.pages, grant.states),
+                self.domain.caller_context(),
+            )
 
     def release_grant(self, grant: Grant, after: tuple[Fence, ...] = ()) -> None:
         """Give back what a grant still owns; nothing when all of it went to the tree.
@@ -180,12 +205,13 @@ class Core:
         if not left:
             self.release_lease(lease)
             return
+        context = self.domain.caller_context()
 
         def one_passed() -> None:
             nonlocal left
             left -= 1
             if not left and not self.stopped:
-                self.domain.send(self.tree_actor, m.Release(lease))
+                self.domain.send(self.tree_actor, m.Release(lease), context)
 
         for fence in fences:
             if not fence.passed:
@@ -224,7 +250,8 @@ class Core:
         if self.requests.get(request.id) is request:
             del self.requests[request.id]
             if self.allocator.waiting:
-                self.domain.send(self.allocator, m.Withdraw(request.id))
+                context = self.domain.caller_context()
+                self.domain.send(self.allocator, m.Withdraw(request.id), context)
 
 
 def _granted(answer: object) -> Grant:

@@ -475,7 +475,7 @@ class Request:
         sources, targets = self._pages[self._own_from :], twin._pages[twin._own_from :]
         count = min(len(sources), len(targets))
         if count and self.computed > self.boundary:
-            await self._core.call(m.CopyOwnPages(sources[:count], targets[:count], fences))
+            await self._core.call(m.CopyOwnPages(sources[:count], targets[:count], twin.id, fences))
         if self._core.has_states:
             assert self.state_slot is not None and twin.state_slot is not None
             await self._core.call(
@@ -548,6 +548,7 @@ class Request:
         if core.emit is not None:
             core.emit(
                 RequestEnded(
+                    context=core.domain.caller_context(),
                     request=self.id,
                     how=how,
                     reused=self._tokens_reused,
@@ -594,9 +595,11 @@ class Request:
             self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
 
     def _refused(self, why: str) -> None:
-        self._core.refused_checkpoints += 1
-        if self._core.emit is not None:
-            self._core.emit(Refused(request=self.id, what="checkpoint", why=why))
+        core = self._core
+        core.refused_checkpoints += 1
+        if core.emit is not None:
+            context = core.domain.caller_context()
+            core.emit(Refused(context=context, request=self.id, what="checkpoint", why=why))
 
     def _check_alive(self) -> None:
         self._core.check_open()

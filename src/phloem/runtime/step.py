@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from phloem.cuda_streams.engine import Fence, StepTicket, Stream
 from phloem.errors import InvalidRequest
-from phloem.events import StepChanged
+from phloem.events import Context, StepChanged
+from phloem.runtime.checks import integer
 
 if TYPE_CHECKING:
     from phloem.runtime.core import Core
@@ -33,6 +35,10 @@ class Step:
         self.requests = tuple(requests)
         self._ticket = StepTicket(stream, post=core.post, label=f"step {number}")
         self._starts = {request.id: request.computed for request in self.requests}
+        if core.emit is not None:
+            context = core.domain.caller_context()
+            self._tell("opened", context)
+            self.fence.add_callback(lambda: self._tell("over", context))
 
     @property
     def fence(self) -> Fence:
@@ -44,6 +50,19 @@ class Step:
         """`opened`, `launched`, `ended` or `abandoned`."""
         return self._ticket.state
 
+    async def over(self) -> None:
+        """Wait until the step will not touch its memory again. A cancelled caller leaves it be."""
+        if self.fence.passed:
+            return
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        self.fence.add_callback(wake)
+        await over
+
     def launched(self, ends: Mapping[Request, int], stream: Stream | None = None) -> None:
         """Everything is enqueued; each request will then be computed up to its end in `ends`.
 
@@ -51,18 +70,18 @@ class Step:
         its tokens and room, with nothing changed.
         """
         for request, end in ends.items():
-            if request.id not in self._starts:
+            if request not in self.requests:
                 raise InvalidRequest(f"{request} is not of step {self.number}")
-            request.check_end(end)
+            request.check_end(integer("end", end))
         self._ticket.launched(stream)
         for request, end in ends.items():
             request.step_launched(end)
-        self._tell()
+        self._tell(self.state, self._core.domain.caller_context())
 
     def end(self) -> None:
         """The pass is done as far as the caller is concerned."""
         self._ticket.end()
-        self._tell()
+        self._tell(self.state, self._core.domain.caller_context())
 
     def abandon(self) -> None:
         """Give the pass up: what it wrote counts for nothing."""
@@ -70,7 +89,7 @@ class Step:
         self._ticket.abandon()
         for request in self.requests:
             request.step_abandoned(self._starts[request.id], was_launched=was_launched)
-        self._tell()
+        self._tell(self.state, self._core.domain.caller_context())
 
     def __enter__(self) -> Self:
         return self
@@ -86,12 +105,14 @@ class Step:
         elif self.state in ("opened", "launched"):
             self.abandon()
 
-    def _tell(self) -> None:
+    def _tell(self, state: str, context: Context) -> None:
         if self._core.emit is not None:
             self._core.emit(
                 StepChanged(
+                    context=context,
                     step=self.number,
-                    state=self.state,
+                    state=state,
                     requests=[request.id for request in self.requests],
+                    ends=[request.computed for request in self.requests],
                 )
             )

@@ -34,6 +34,7 @@ __all__ = [
     "EventsDropped",
     "Level",
     "Style",
+    "caller_context",
     "level_of",
     "open_log",
     "read_log",
@@ -76,6 +77,12 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.CopySubmitted: logging.DEBUG,
     ev.StepChanged: logging.DEBUG,
 }
+
+
+def caller_context() -> ev.Context:
+    """What the running task has bound with `structlog.contextvars.bind_contextvars`, as text."""
+    bound = structlog.contextvars.get_contextvars()
+    return {name: str(value) for name, value in bound.items()}
 
 
 def level_of(event: ev.Event) -> int:
@@ -301,7 +308,7 @@ def _bound_logger(
 def _in_order(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
     """What and when first; ids that the event does not have are left out."""
     del logger, method
-    for name in ("turn", "cause", "request"):
+    for name in ("turn", "cause", "request", "context"):
         if not entry[name]:
             del entry[name]
     first = {name: entry.pop(name) for name in ("event", "time", "level")}

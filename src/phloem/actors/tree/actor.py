@@ -19,24 +19,16 @@ from phloem.actors.actions import (
 )
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
+from phloem.actors.telling import Teller
 from phloem.actors.tree.audit import audit_tree
+from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT
 from phloem.actors.tree.tree import Actions, InsertResult, Tree
 from phloem.actors.tree.tree import Evicted as EvictedFigures
 from phloem.actors.tree.tree import Match as MatchResult
 from phloem.errors import InvalidRequest, StaleHandle
-from phloem.events import (
-    Event,
-    Evicted,
-    Inserted,
-    LeaseEnded,
-    LeaseLeaked,
-    LeaseTaken,
-    RequestOpened,
-    ResetDone,
-    Sink,
-)
+from phloem.events import Sink
 
 __all__ = ["Operation", "TreeActor"]
 
@@ -53,7 +45,7 @@ class Operation:
 
 
 class TreeActor:
-    """One actor for one tree."""
+    """One actor for one tree. `emit` gets the events of a tree that keeps a journal of them."""
 
     name = "tree"
 
@@ -64,7 +56,9 @@ class TreeActor:
         self.operations: dict[int, Operation] = {}
         self._domain = domain
         self._ledger = ledger
-        self._emit = emit
+        self._tell: Teller | None = None
+        if emit is not None and isinstance(tree, JournaledTree):
+            self._tell = Teller(emit, domain, tree)
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
         self.counts: dict[str, int] = {}  # actions emitted so far, by kind
@@ -104,8 +98,8 @@ class TreeActor:
 
     def _on_acquire(self, message: m.Acquire) -> tuple[Lease, MatchResult]:
         lease, match = self.tree.acquire(message.key, owner=message.owner, limit=message.limit)
-        if self._emit is not None:
-            self._emit(self._taken(lease))
+        if self._tell is not None:
+            self._tell.acquired(message, lease, match)
         return lease, match
 
     def _on_open(self, message: m.Open) -> tuple[Lease, MatchResult]:
@@ -115,36 +109,24 @@ class TreeActor:
             limit=message.limit,
             breakpoints=message.breakpoints,
         )
-        if self._emit is not None:
-            self._emit(
-                RequestOpened(
-                    turn=self._domain.turns,
-                    request=message.owner,
-                    tokens=match.tokens,
-                    usable=match.usable,
-                    kv_prefix=match.kv_prefix,
-                    lost={str(reason): count for reason, count in match.lost.items()},
-                    wanted=[(wanted.position, wanted.why) for wanted in lease.wanted],
-                    namespace=message.key.namespace,
-                )
-            )
-            self._emit(self._taken(lease))
+        if self._tell is not None:
+            self._tell.opened(message, lease, match)
         return lease, match
 
     def _on_advance(self, message: m.Advance) -> MatchResult:
         self._check_ours(message.lease)
         before = message.lease.anchor.end
         match = self.tree.advance(message.lease, beyond=message.beyond, limit=message.limit)
-        if self._emit is not None and message.lease.anchor.end != before:
-            self._emit(self._taken(message.lease, moved=True))
+        if self._tell is not None and message.lease.anchor.end != before:
+            self._tell.taken(message.lease, moved=True)
         self._let_waiters_retry()
         return match
 
     def _on_fork(self, message: m.Fork) -> Lease:
         self._check_ours(message.lease)
         lease = self.tree.fork(message.lease, owner=message.owner)
-        if self._emit is not None:
-            self._emit(self._taken(lease))
+        if self._tell is not None:
+            self._tell.taken(lease)
         return lease
 
     def _on_join(self, message: m.Join) -> object:
@@ -170,25 +152,8 @@ class TreeActor:
             self._went_on(lease)
         if self.tree.sweeping:
             self._domain.send(self, m.Sweep())
-        if self._emit is not None:
-            if message.leaked:
-                self._emit(
-                    LeaseLeaked(
-                        request=lease.owner,
-                        lease=lease.id,
-                        turn=self._domain.turns,
-                        cause=self._domain.cause,
-                    )
-                )
-            self._emit(
-                LeaseEnded(
-                    request=lease.owner,
-                    lease=lease.id,
-                    boundary=lease.anchor.end,
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
-                )
-            )
+        if self._tell is not None:
+            self._tell.ended(lease, leaked=message.leaked)
         self._let_waiters_retry()
 
     def _on_release_state(self, message: m.ReleaseState) -> None:
@@ -197,17 +162,8 @@ class TreeActor:
 
     def _release_state(self, lease: Lease) -> None:
         self.tree.release_state(lease)
-        if self._emit is not None:
-            self._emit(
-                LeaseEnded(
-                    request=lease.owner,
-                    lease=lease.id,
-                    boundary=lease.anchor.end,
-                    state_only=True,
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
-                )
-            )
+        if self._tell is not None:
+            self._tell.ended(lease, state_only=True)
         self._let_waiters_retry()
 
     def _check_ours(self, lease: Lease) -> None:
@@ -241,21 +197,8 @@ class TreeActor:
             if homes is not None and len(taken) < len(pages):
                 kept = len(pages) - len(taken)
                 ledger.put_back(pages[:kept], homes[:kept], account)
-        if self._emit is not None:
-            self._emit(
-                Inserted(
-                    request=message.owner or "",
-                    reused=result.reused,
-                    published=result.published,
-                    pages=len(pages),
-                    state=result.state,
-                    account=account,
-                    adopted=taken.tolist(),
-                    adopted_state=state if result.state == "adopted" else 0,
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
-                )
-            )
+        if self._tell is not None:
+            self._tell.inserted(message, result, account, taken)
         if actions:
             self._dispatch(actions)
         if self._joined and lease is not None:
@@ -307,30 +250,35 @@ class TreeActor:
         if source == NO_SLOT:
             if lease.has_state:
                 self._release_state(lease)  # nothing there to protect
-            operation = self._new_operation(None)
+            operation = self._new_operation("clear_state", lease.owner, None)
             self._domain.send(self._transfer, ClearState(operation.number, message.target))
         else:
-            self.tree.take_state(lease)
-            operation = self._new_operation(lease)
+            if not lease.has_state:
+                self.tree.take_state(lease)
+                if self._tell is not None:
+                    self._tell.taken(lease, moved=True)
+            operation = self._new_operation("copy_state", lease.owner, lease)
             self._domain.send(self._transfer, CopyState(operation.number, source, message.target))
         return LATER
 
     def _on_copy_working_state(self, message: m.CopyWorkingState) -> object:
         assert self._transfer is not None
-        operation = self._new_operation(None)
+        operation = self._new_operation("copy_state", message.owner, None)
         copy = CopyState(operation.number, message.source, message.target)
         self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
         return LATER
 
     def _on_copy_own_pages(self, message: m.CopyOwnPages) -> object:
         assert self._transfer is not None
-        operation = self._new_operation(None)
+        operation = self._new_operation("copy_pages", message.owner, None)
         copy = CopyPages(operation.number, message.sources, message.targets)
         self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
         return LATER
 
-    def _new_operation(self, lease: Lease | None) -> Operation:
+    def _new_operation(self, kind: str, owner: str, lease: Lease | None) -> Operation:
         self._next_op += 1
+        if self._tell is not None:
+            self._tell.planned(self._next_op, kind, owner, lease)
         self.counts["copies"] = self._next_op
         operation = Operation(self._next_op, lease, self._domain.later())
         self.operations[operation.number] = operation
@@ -356,7 +304,8 @@ class TreeActor:
 
     def _on_evict(self, message: m.Evict) -> EvictedFigures:
         gone, actions = self.tree.evict(message.pages, message.states)
-        self._tell_evicted(gone, "asked", "")
+        if self._tell is not None:
+            self._tell.evicted(gone, "asked", "")
         self._dispatch(actions)
         return gone
 
@@ -364,29 +313,17 @@ class TreeActor:
         assert self._allocator is not None
         enough = self.tree.can_evict(message.pages, message.states)
         if enough:
-            gone, actions = self.tree.evict(message.pages, message.states)
-            self._tell_evicted(gone, "room", message.owner)
+            gone, actions = self.tree.evict(message.pages, message.states, message.owner)
+            if self._tell is not None:
+                self._tell.evicted(gone, "room", message.owner)
             self._dispatch(actions)
         self._domain.send(self._allocator, m.MadeRoom(enough))
 
     def _on_evict_excess(self, action: EvictExcessPathStates) -> None:
         gone, actions = self.tree.evict_excess(action)
-        if gone.states:
-            self._tell_evicted(gone, "path_cap", "")
+        if self._tell is not None and gone.states:
+            self._tell.evicted(gone, "path_cap", "")
         self._dispatch(actions)
-
-    def _tell_evicted(self, gone: EvictedFigures, why: str, request: str) -> None:
-        if self._emit is not None:
-            self._emit(
-                Evicted(
-                    request=request,
-                    pages=gone.pages,
-                    states=gone.states,
-                    why=why,
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
-                )
-            )
 
     # -- reset and audit -----------------------------------------------------------------------
 
@@ -397,14 +334,8 @@ class TreeActor:
             for reply in self._joined.pop(number):
                 if not reply.done and not reply.abandoned:
                     self._domain.complete(reply, True)
-        if self._emit is not None:
-            self._emit(
-                ResetDone(
-                    generation=self.tree.generation,
-                    turn=self._domain.turns,
-                    cause=self._domain.cause,
-                )
-            )
+        if self._tell is not None:
+            self._tell.reset()
         self._domain.send(self, m.Sweep())
         return self.tree.generation
 
@@ -424,15 +355,3 @@ class TreeActor:
         figures = self.tree.figures()
         assert figures.pages == self._ledger.kv.tree, "pages of the tree and of the ledger differ"
         assert figures.states == self._ledger.state.tree, "states of tree and ledger differ"
-
-    # -- events --------------------------------------------------------------------------------
-
-    def _taken(self, lease: Lease, *, moved: bool = False) -> Event:
-        return LeaseTaken(
-            turn=self._domain.turns,
-            cause=self._domain.cause,
-            request=lease.owner,
-            lease=lease.id,
-            boundary=lease.anchor.end,
-            moved=moved,
-        )

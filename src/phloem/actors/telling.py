@@ -1,0 +1,173 @@
+"""What the tree actor tells of its turns, as events. It exists only where somebody listens."""
+
+from __future__ import annotations
+
+from phloem.actors import messages as m
+from phloem.actors.actions import Ids
+from phloem.actors.domain import Domain
+from phloem.actors.tree.journal import JournaledTree
+from phloem.actors.tree.leases import Lease
+from phloem.actors.tree.results import Evicted as EvictedFigures
+from phloem.actors.tree.results import InsertResult, Match
+from phloem.events import (
+    Acquired,
+    CopyPlanned,
+    Evicted,
+    Inserted,
+    LeaseEnded,
+    LeaseLeaked,
+    LeaseTaken,
+    RequestOpened,
+    ResetDone,
+    Sink,
+    TreeChanged,
+)
+
+__all__ = ["Teller"]
+
+
+class Teller:
+    """Makes the events of one tree's turns, each to be called within its turn, after the work."""
+
+    def __init__(self, emit: Sink, domain: Domain, tree: JournaledTree) -> None:
+        self._emit = emit
+        self._domain = domain
+        self._tree = tree
+
+    def changed(self, request: str) -> None:
+        """What became of nodes in this turn, if anything did."""
+        changes = self._tree.journal.take_changes()
+        if changes:
+            self._emit(TreeChanged(**self._domain.joins(), request=request, changes=changes))
+
+    # -- leases --------------------------------------------------------------------------------
+
+    def opened(self, message: m.Open, lease: Lease, match: Match) -> None:
+        """A request was opened."""
+        self.changed(lease.owner)
+        self._emit(
+            RequestOpened(
+                **self._domain.joins(),
+                request=lease.owner,
+                tokens=match.tokens,
+                usable=match.usable,
+                kv_prefix=match.kv_prefix,
+                lost={str(reason): count for reason, count in match.lost.items()},
+                wanted=[(wanted.position, wanted.why) for wanted in lease.wanted],
+                namespace=message.key.namespace,
+                session="" if lease.session is None else lease.session.name,
+                lease=lease.id,
+                reached=self._tree.reached(message.key, message.limit),
+                branch_point=match.branch_point,
+                evicted_by=match.evicted_by,
+                evicted_at=match.evicted_at,
+            )
+        )
+        self.taken(lease)
+
+    def acquired(self, message: m.Acquire, lease: Lease, match: Match) -> None:
+        """A boundary was leased without a request."""
+        self.changed(lease.owner)
+        self._emit(
+            Acquired(
+                **self._domain.joins(),
+                request=lease.owner,
+                tokens=match.tokens,
+                usable=match.usable,
+                kv_prefix=match.kv_prefix,
+                lost={str(reason): count for reason, count in match.lost.items()},
+                namespace=message.key.namespace,
+                lease=lease.id,
+                reached=self._tree.reached(message.key, message.limit),
+                branch_point=match.branch_point,
+                evicted_by=match.evicted_by,
+                evicted_at=match.evicted_at,
+            )
+        )
+        self.taken(lease)
+
+    def taken(self, lease: Lease, *, moved: bool = False) -> None:
+        """A lease was taken, came here from another boundary, or took the state again."""
+        self.changed(lease.owner)
+        self._emit(
+            LeaseTaken(
+                **self._domain.joins(),
+                request=lease.owner,
+                lease=lease.id,
+                boundary=lease.anchor.end,
+                moved=moved,
+                node=lease.anchor.id,
+                state=lease.has_state,
+            )
+        )
+
+    def ended(self, lease: Lease, *, leaked: bool = False, state_only: bool = False) -> None:
+        """A lease ended, or its state part did."""
+        joins = self._domain.joins()
+        if leaked:
+            self._emit(LeaseLeaked(**joins, request=lease.owner, lease=lease.id))
+        boundary = lease.anchor.end
+        self._emit(
+            LeaseEnded(
+                **joins,
+                request=lease.owner,
+                lease=lease.id,
+                boundary=boundary,
+                state_only=state_only,
+            )
+        )
+        self.changed(lease.owner)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def inserted(self, message: m.Insert, result: InsertResult, account: int, taken: Ids) -> None:
+        """Tokens were published; the tree took the pages `taken` from `account`."""
+        owner, lease = message.owner or "", message.lease
+        self.changed(owner)
+        self._emit(
+            Inserted(
+                **self._domain.joins(),
+                request=owner,
+                reused=result.reused,
+                published=result.published,
+                pages=len(message.pages),
+                state=result.state,
+                account=account,
+                adopted=taken.tolist(),
+                adopted_state=message.state if result.state == "adopted" else 0,
+                lease=0 if lease is None else lease.id,
+                node=0 if lease is None else lease.anchor.id,
+            )
+        )
+
+    def evicted(self, gone: EvictedFigures, why: str, request: str) -> None:
+        """Data left the tree, to make room for `request` or for another reason."""
+        self.changed(request)
+        self._emit(
+            Evicted(
+                **self._domain.joins(),
+                request=request,
+                pages=gone.pages,
+                states=gone.states,
+                why=why,
+                use=self._tree.now,
+                policy=self._tree.policy.name,
+                victims=self._tree.journal.take_victims(),
+            )
+        )
+
+    def planned(self, op: int, kind: str, request: str, lease: Lease | None) -> None:
+        """A copy is to be made."""
+        self._emit(
+            CopyPlanned(
+                **self._domain.joins(),
+                request=request,
+                op=op,
+                kind=kind,
+                lease=0 if lease is None else lease.id,
+            )
+        )
+
+    def reset(self) -> None:
+        """A new generation began."""
+        self._emit(ResetDone(**self._domain.joins(), generation=self._tree.generation))
