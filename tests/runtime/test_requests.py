@@ -1,0 +1,732 @@
+"""Requests: what they take over, publish, copy, give up and keep, with the bytes looked at."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from serving import (
+    ATTENTION,
+    HYBRID,
+    PAGE,
+    House,
+    check_kv,
+    check_state,
+    compute,
+    digests,
+    dump,
+    house,
+    over,
+    read_kv,
+    read_state,
+    run,
+    seed,
+    serve,
+    write_state,
+)
+
+from phloem import InvalidRequest, ModelLayout, Placement, Request, StaleHandle
+from phloem.events import Inserted, LeaseEnded, Refused, RequestEnded
+
+PROMPT = run(1, 3 * PAGE + 1)
+BOTH = pytest.mark.parametrize("layout", [HYBRID, ATTENTION], ids=["hybrid", "attention"])
+
+
+async def opened(here: House, tokens: list[int] = PROMPT, room: int = 6 * PAGE) -> Request:
+    request = await here.cache.open_request(tokens)
+    await request.allocate(room - request.computed)
+    await request.ready()
+    return request
+
+
+# -- advance ---------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_advance_takes_over_what_others_have_published(
+    layout: ModelLayout, inline: bool
+) -> None:
+    async with house(inline=inline, layout=layout) as here:
+        late = await opened(here)
+        before = late.page_table()
+        free = here.cache.stats().kv.free
+        assert (await late.advance()).usable == 0 and late.page_table() == before
+        await serve(here, PROMPT)
+        match = await late.advance()
+        assert match.usable == late.computed == late.boundary == 3 * PAGE
+        table = late.page_table()
+        assert len(table) == len(before) and not set(table[:3]) & set(before)
+        assert table[3:] == before[3:], "unused room stays"
+        assert here.cache.stats().kv.free == free, "three pages came, three went back"
+        await compute(here, late, PROMPT, len(PROMPT))  # reads all of it
+        await late.finish()
+        assert here.of_type(RequestEnded)[-1].reused == 3 * PAGE
+
+
+async def test_advance_goes_on_from_what_is_computed_only_if_that_is_less(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, 2 * PAGE)
+        await seed(here, PROMPT[:PAGE])
+        assert (await request.advance()).usable == 0 and request.computed == 2 * PAGE
+        await seed(here, PROMPT[: 3 * PAGE])
+        assert (await request.advance()).usable == 3 * PAGE == request.computed
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+async def test_advance_before_ready_and_with_a_snapshot(inline: bool) -> None:
+    async with house(inline=inline, states=4) as here:
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(4 * PAGE)
+        await seed(here, PROMPT[: 2 * PAGE])
+        assert (await request.advance()).usable == 2 * PAGE and request.status == "open"
+        await request.ready()
+        assert request.try_snapshot_slot(3 * PAGE) is not None
+        granted = here.cache.stats().state.granted
+        await seed(here, PROMPT[: 3 * PAGE])
+        await request.advance()
+        assert here.cache.stats().state.granted == granted - 1, "the snapshot is of no use now"
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+# -- checkpoint ------------------------------------------------------------------------------------
+
+
+async def test_a_checkpoint_at_a_wanted_position_publishes_a_copy_of_the_state(
+    inline: bool,
+) -> None:
+    async with house(inline=inline) as here:
+        pools = here.cache.pools
+        request = await opened(here)
+        assert [w.position for w in request.wanted] == [3 * PAGE]
+        assert request.next_stop(100) == (0, 3 * PAGE), "chunks end where a state is wanted"
+        await compute(here, request, PROMPT, PAGE)
+        assert await request.checkpoint() is not None  # KV alone: nobody wants a state here
+        assert here.cache.stats().state.tree == 0
+        await compute(here, request, PROMPT, 3 * PAGE)
+        result = await request.checkpoint()
+        assert result is not None and result.state == "adopted" and request.wanted == ()
+        lease = await here.cache.acquire(PROMPT, owner="look")
+        assert lease.boundary == 3 * PAGE and lease.state not in (0, request.state_slot)
+        chain = digests(PROMPT)
+        check_state(pools, lease.state, chain, 3 * PAGE)
+        check_kv(pools, lease.pages, chain, 3 * PAGE)
+        await compute(here, request, PROMPT, len(PROMPT))
+        check_state(pools, lease.state, chain, 3 * PAGE)  # the copy is the tree's own
+        lease.release()
+        assert await request.checkpoint() is None, "nothing new in whole pages"
+        await request.finish()
+
+
+async def test_f037_duplicates_give_way_to_the_trees_pages(inline: bool) -> None:
+    async with house(inline=inline, pages=14) as here:
+        cache = here.cache
+        first, second = await opened(here), await opened(here)
+        for request in (first, second):
+            await compute(here, request, PROMPT, 2 * PAGE)
+        await first.checkpoint(state=True)
+        mine = second.page_table()
+        result = await second.checkpoint(state=True)
+        assert result is not None and result.reused == 2 * PAGE and result.state == "duplicate"
+        assert second.page_table()[:2] == first.page_table()[:2]
+        assert second.page_table()[2:] == mine[2:]
+        assert cache.stats().kv.free == 14 - 12 + 2, "the duplicates came back once"
+        # Whoever gets those pages writes to them; the second goes on reading the tree's.
+        grant = await cache.allocate(pages=cache.stats().kv.free, owner="other")
+        assert set(mine[:2]) <= set(grant.pages)
+        for part in cache.pools.kv.values():
+            part.k[list(grant.pages)] = -1
+            part.v[list(grant.pages)] = -1
+        await compute(here, second, PROMPT, len(PROMPT))
+        await second.finish()
+        cache.release(grant)
+        first.abort()
+
+
+async def test_duplicates_of_a_running_step_are_parked(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        await serve(here, PROMPT[: 2 * PAGE + 1])
+        late = await cache.open_request(PROMPT[: 2 * PAGE])
+        late_boundary = late.boundary
+        await late.allocate(2 * PAGE - late.computed)
+        await late.ready()
+        step = cache.step([late])
+        step.launched({late: 2 * PAGE})
+        assert late_boundary == 0
+        await late.checkpoint(state=False)
+        assert cache.stats().kv.parked == 2, "the step may still write them"
+        step.end()
+        await here.settled()
+        late.abort()
+
+
+async def test_f083_without_a_slot_the_kv_is_published_and_the_request_goes_on(
+    inline: bool,
+) -> None:
+    async with house(inline=inline, states=1) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, 3 * PAGE)
+        result = await request.checkpoint()
+        assert result is not None and result.state == "none" and result.published == 3 * PAGE
+        assert here.of_type(Refused)[-1].why == "no_slot"
+        assert here.cache.stats().refused_checkpoints == 1
+        await compute(here, request, PROMPT, len(PROMPT))
+        assert (await here.cache.match(PROMPT)).kv_prefix == 3 * PAGE
+        request.abort()
+
+
+@pytest.mark.parametrize("end", [3 * PAGE - 1, 2 * PAGE])
+async def test_a_state_off_the_grid_is_refused_and_no_error(end: int, inline: bool) -> None:
+    async with house(inline=inline, state_chunk=3 * PAGE) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, end)
+        result = await request.checkpoint(state=True)
+        assert result is not None and result.state == "none"
+        assert here.of_type(Refused)[-1].why == "off_grid"
+        await request.finish()
+
+
+async def test_a_state_that_exists_is_not_copied_again(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, PAGE)
+        await request.checkpoint(state=True)
+        copies = here.cache.stats().actions["copies"]
+        assert await request.checkpoint(state=True) is None
+        assert here.cache.stats().actions["copies"] == copies
+        assert here.of_type(Refused)[-1].why == "exists"
+        request.abort()
+
+
+async def test_publishing_while_the_state_is_still_being_written(inline: bool) -> None:
+    """A later reader copies the state only after the step that writes it."""
+    async with house(inline=inline) as here:
+        cache, stream, pools = here.cache, here.stream, here.cache.pools
+        tokens = run(1, 2 * PAGE)
+        request = await cache.open_request(tokens, whole=True)
+        await request.allocate(2 * PAGE)
+        await request.ready()
+        chain = digests(tokens)
+        slot, table = request.state_slot, request.page_table()
+        assert slot is not None
+        release = asyncio.Event()
+        blocked = stream.run(_wait_for, release, asyncio.get_running_loop())
+        with cache.step([request], stream=stream) as step:
+            stream.run(_write, pools, table, slot, chain)
+            step.launched({request: 2 * PAGE})
+        await request.finish()  # hands the working slot over; the step has not even begun
+        reader = await cache.open_request([*tokens, 7])
+        assert reader.usable == 2 * PAGE and not step.fence.passed
+        await reader.allocate(PAGE)
+        ready = asyncio.ensure_future(reader.ready())
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not ready.done(), "its copy waits for the step"
+        release.set()
+        await asyncio.wait_for(ready, 10)
+        blocked.result(10)
+        await compute(here, reader, [*tokens, 7], 2 * PAGE + 1)
+        await reader.finish()
+
+
+def _wait_for(event: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.run_coroutine_threadsafe(event.wait(), loop).result(20)
+
+
+def _write(pools: object, table: list[int], slot: int, chain: list[int]) -> None:
+    from phloem import DevicePools
+
+    assert isinstance(pools, DevicePools)
+    for position in range(len(chain) - 1):
+        for layer in pools.kv.values():
+            layer.k[table[position // PAGE], position % PAGE] = chain[position + 1]
+            layer.v[table[position // PAGE], position % PAGE] = chain[position + 1]
+    write_state(pools, slot, chain[-1], len(chain) - 1)
+
+
+# -- snapshots and rollback ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["checkpoint", "finish"])
+async def test_a_snapshot_by_the_kernel_is_donated(end: str, inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        slot = request.try_snapshot_slot(2 * PAGE)
+        assert slot is not None
+        await compute(here, request, PROMPT, len(PROMPT), snapshot=(slot, 2 * PAGE))
+        if end == "checkpoint":
+            await request.checkpoint()
+            request.abort()
+        else:
+            await request.finish()
+        await here.settled()
+        lease = await here.cache.acquire(PROMPT, owner="look")
+        assert (lease.boundary, lease.state) == (2 * PAGE, slot)
+        check_state(here.cache.pools, slot, digests(PROMPT), 2 * PAGE)
+        lease.release()
+
+
+async def test_a_snapshot_that_was_not_reached_is_not_donated(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        assert request.try_snapshot_slot(3 * PAGE) is not None
+        await compute(here, request, PROMPT, 2 * PAGE)
+        await request.checkpoint(state=False)
+        assert here.cache.stats().state.tree == 0
+        await request.finish()
+        assert (await here.cache.match(PROMPT)).usable == 2 * PAGE, "the working state alone"
+
+
+async def test_snapshot_slots_are_refused_with_a_reason(inline: bool) -> None:
+    async with house(inline=inline, states=2) as here:
+        request = await opened(here)
+        for position, why in ((3, "off_grid"), (0, "unsettled"), (-PAGE, "")):
+            if why:
+                assert request.try_snapshot_slot(position) is None
+                assert here.of_type(Refused)[-1].why == why
+            else:
+                with pytest.raises(InvalidRequest):
+                    request.try_snapshot_slot(position)
+        first = request.try_snapshot_slot(PAGE)
+        assert first is not None and request.try_snapshot_slot(2 * PAGE) == first
+        request.abort()
+
+
+async def test_a_snapshot_of_a_pass_that_was_given_up_is_given_up_too(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        slot = request.try_snapshot_slot(2 * PAGE)
+        assert slot is not None
+        step = here.cache.step([request])
+        step.launched({request: len(PROMPT)})
+        step.abandon()
+        await here.settled()
+        assert request.computed == 0 and here.cache.stats().state.granted == 1
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+        assert (await here.cache.match(PROMPT)).usable == 0, "no state was made at a page's end"
+
+
+async def test_rejected_drafts_are_rolled_back_to_a_snapshot(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        pools = here.cache.pools
+        request = await opened(here, PROMPT[: 2 * PAGE])
+        slot = request.try_snapshot_slot(2 * PAGE)
+        assert slot is not None
+        await compute(here, request, PROMPT, 2 * PAGE, snapshot=(slot, 2 * PAGE))
+        drafts = PROMPT[: 2 * PAGE] + run(70, 3)
+        request.extend(run(70, 3))
+        await compute(here, request, drafts, len(drafts))
+        for position in (0, PAGE, 2 * PAGE + 1):
+            before = dump(here.cache)
+            with pytest.raises(InvalidRequest):
+                await request.rollback(position)
+            assert dump(here.cache) == before
+        await request.rollback(2 * PAGE)
+        assert (request.computed, request.length) == (2 * PAGE, 2 * PAGE)
+        assert request.state_slot is not None
+        check_state(pools, request.state_slot, digests(PROMPT[: 2 * PAGE]), 2 * PAGE)
+        accepted = PROMPT[: 2 * PAGE] + run(80, 2)
+        request.extend(run(80, 2))
+        await compute(here, request, accepted, len(accepted))
+        await request.finish()
+        assert (await here.cache.match(accepted, whole=True)).usable == 2 * PAGE
+
+
+async def test_nothing_beyond_what_is_accepted_is_published(inline: bool) -> None:
+    """Attention only: any position can be rolled back to."""
+    async with house(inline=inline, layout=ATTENTION) as here:
+        request = await opened(here, PROMPT[: 2 * PAGE])
+        await compute(here, request, PROMPT, 2 * PAGE)
+        await request.checkpoint()
+        drafts = PROMPT[: 2 * PAGE] + run(70, 2 * PAGE)
+        request.extend(run(70, 2 * PAGE))
+        await compute(here, request, drafts, len(drafts))
+        await request.rollback(2 * PAGE + 1)
+        with pytest.raises(InvalidRequest):
+            await request.rollback(2 * PAGE - 1)  # published: others may read it
+        await request.finish()
+        assert (await here.cache.match(drafts, whole=True)).usable == 2 * PAGE
+
+
+async def test_a_rollback_into_the_prompt_forgets_the_rest_of_it(inline: bool) -> None:
+    async with house(inline=inline, layout=ATTENTION) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, PAGE)
+        await request.rollback(PAGE + 1)
+        await serve(here, PROMPT)
+        await request.advance()
+        assert request.computed == PAGE, "only what its own tokens say"
+        other = PROMPT[: PAGE + 1] + run(90, 6)
+        request.extend(run(90, 6))
+        await compute(here, request, other, len(other))
+        await request.finish()
+        assert (await here.cache.match(other, whole=True)).usable == 2 * PAGE
+
+
+# -- steps that are given up -----------------------------------------------------------------------
+
+
+async def test_an_abandoned_pass_counts_for_nothing(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        with pytest.raises(ZeroDivisionError), here.cache.step([request]) as step:
+            step.launched({request: 2 * PAGE})
+            assert request.computed == 2 * PAGE
+            raise ZeroDivisionError
+        assert step.state == "abandoned" and request.computed == 0
+        await request.ready()  # from the empty boundary again
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+@pytest.mark.parametrize("kept", ["kept", "gone", "never"])
+async def test_the_working_state_comes_back_from_the_boundary_or_not_at_all(
+    kept: str, inline: bool
+) -> None:
+    """A state that is not there any more must not become a cleared one."""
+    async with house(inline=inline) as here:
+        cache = here.cache
+        request = await opened(here)
+        await compute(here, request, PROMPT, 2 * PAGE)
+        await request.checkpoint(state=kept != "never")
+        assert request.boundary == request.computed == 2 * PAGE
+        cache.step([request]).abandon()
+        if kept == "gone":
+            for lease in cache.core.tree.leases.live.values():
+                if lease.has_state:
+                    cache.core.tree.release_state(lease)
+            assert (await cache.evict(states=1)).states == 1
+        if kept == "kept":
+            await request.ready()
+            await compute(here, request, PROMPT, len(PROMPT))
+            await request.finish()
+        else:
+            with pytest.raises(InvalidRequest):
+                await request.ready()
+            with pytest.raises(InvalidRequest), cache.step([request]) as step:
+                step.launched({request: len(PROMPT)})
+            request.abort()
+
+
+async def test_ready_may_be_asked_again_after_a_time_out(inline: bool) -> None:
+    async with house(inline=inline, states=2) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(3 * PAGE)
+        here.gate.shut()
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(request.ready(), 0.01)
+        assert (await here.cache.evict(states=1)).states == 0, "copies in flight read it"
+        here.gate.open()
+        await request.ready()
+        await here.settled()
+        assert here.cache.stats().tree.states_protected == 0
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+async def test_ready_after_a_time_out_and_a_reset(inline: bool) -> None:
+    async with house(inline=inline, states=2) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(3 * PAGE)
+        here.gate.shut()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(request.ready(), 0.01)
+        await here.cache.reset()
+        here.gate.open()
+        await here.settled()
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+        await here.cache.audit()
+
+
+async def test_the_private_copy_ends_the_leases_hold_on_the_state(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(2 * PAGE)
+        assert here.cache.stats().tree.states_protected == 1
+        await request.ready()
+        assert here.cache.stats().tree.states_protected == 0
+        assert [event.state_only for event in here.of_type(LeaseEnded)][-1] is True
+        assert (await here.cache.evict(states=1)).states == 1, "only KV is needed now"
+        await compute(here, request, PROMPT, len(PROMPT))
+        request.abort()
+
+
+# -- fork ------------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_a_fork_has_its_own_partial_page_and_state(layout: ModelLayout, inline: bool) -> None:
+    async with house(inline=inline, layout=layout) as here:
+        pools = here.cache.pools
+        tokens = PROMPT[: 2 * PAGE + 3]
+        request = await opened(here, tokens)
+        await compute(here, request, tokens, len(tokens))
+        twin = await request.fork("twin")
+        assert twin.id == "twin" and twin.computed == request.computed == len(tokens)
+        shared, own, others = twin.page_table()[:2], twin.page_table()[2], request.page_table()[2]
+        assert shared == request.page_table()[:2] and own != others
+        chain = digests(tokens)
+        check_kv(pools, twin.page_table(), chain, len(tokens))
+        if layout is HYBRID:
+            assert twin.state_slot not in (None, request.state_slot)
+            check_state(pools, twin.state_slot or 0, chain, len(tokens))
+        ends = {}
+        for one, first in ((request, 70), (twin, 80)):
+            ends[one.id] = tokens + run(first, 4)
+            one.extend(run(first, 4))
+            await one.allocate(4)
+            await compute(here, one, ends[one.id], len(ends[one.id]))
+        check_kv(pools, request.page_table(), digests(ends[request.id]), len(tokens) + 4)
+        check_kv(pools, twin.page_table(), digests(ends["twin"]), len(tokens) + 4)
+        await request.finish()
+        await twin.finish()
+        await here.settled()
+        for whole in ends.values():
+            assert (await here.cache.match(whole, whole=True)).kv_prefix == 3 * PAGE
+
+
+async def test_a_fork_outlives_the_request_it_came_from(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        tokens = PROMPT[: 2 * PAGE + 1]
+        request = await opened(here, tokens)
+        await compute(here, request, tokens, len(tokens))
+        twin = await request.fork()
+        request.abort()
+        await here.settled()
+        await here.cache.evict(pages=99, states=99)
+        whole = [*tokens, 7]
+        twin.extend([7])
+        await compute(here, twin, whole, len(whole))
+        await twin.finish()
+
+
+async def test_a_fork_takes_no_name_that_is_taken(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, PAGE)
+        other = await here.cache.open_request(PROMPT, id="other")
+        before = dump(here.cache)
+        for name in ("other", request.id):
+            with pytest.raises(InvalidRequest, match="running"):
+                await request.fork(name)
+        assert dump(here.cache) == before
+        here.cache.step([other]).abandon()  # it is still the one of this name
+        other.abort()
+        request.abort()
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("publish", "kv", "usable"), [("all", 4, 4), ("prompt", 3, 3), ("none", 0, 0)]
+)
+async def test_finish_publishes_what_it_is_told(
+    publish: str, kv: int, usable: int, inline: bool
+) -> None:
+    async with house(inline=inline) as here:
+        whole = PROMPT + run(70, 3)
+        request = await opened(here)
+        await compute(here, request, whole, 3 * PAGE)
+        if publish != "none":
+            await request.checkpoint()
+        request.extend(run(70, 3))
+        await compute(here, request, whole, len(whole))
+        await request.finish(publish=publish)  # type: ignore[arg-type]  # one of the three
+        await here.settled()
+        match = await here.cache.match(whole, whole=True)
+        assert (match.kv_prefix, match.usable) == (kv * PAGE, usable * PAGE)
+        assert here.of_type(RequestEnded)[-1].published == kv * PAGE
+
+
+async def test_without_reuse_of_decoded_tokens_only_the_prompt_is_published(inline: bool) -> None:
+    async with house(inline=inline, reuse_decoded=False) as here:
+        await serve(here, PROMPT[: 2 * PAGE], more=2 * PAGE)
+        whole = PROMPT[: 2 * PAGE] + list(range(900, 900 + 2 * PAGE))
+        assert (await here.cache.match(whole, whole=True)).kv_prefix == 2 * PAGE
+
+
+async def test_a_cache_that_is_off_serves_and_keeps_nothing(inline: bool) -> None:
+    async with house(inline=inline, enabled=False) as here:
+        for _ in range(2):
+            assert await serve(here, PROMPT, more=2) == 0
+        await here.settled()
+        assert here.cache.stats().kv.tree == here.cache.stats().state.tree == 0
+
+
+async def test_a_model_that_writes_on_keeps_the_working_state(inline: bool) -> None:
+    """Finish off the grid: KV alone is published, the slot comes back."""
+    async with house(inline=inline, placement=Placement(end_of_prompt=False)) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+        await here.settled()
+        stats = here.cache.stats()
+        assert stats.kv.tree == 3 and stats.state.tree == 0
+        assert here.of_type(Inserted)[-1].state == "none"
+
+
+async def test_f020_the_next_step_may_still_write_what_was_finished(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        request = await opened(here, PROMPT, room=5 * PAGE)
+        request.extend(run(70, 3))  # up to the end of a page
+        with cache.step([request]) as step:
+            step.launched({request: 4 * PAGE})
+        late = cache.step([request])
+        late.launched({request: 4 * PAGE})  # runs ahead of what is accepted
+        await request.finish()
+        stats = cache.stats()
+        assert stats.kv.parked == 1 and stats.kv.free == stats.kv.size - 5
+        assert request.resources() == {"leases": 1, "steps": 1}
+        late.end()
+        await here.settled()
+        await here.until(lambda: not request.resources())
+        assert request.resources() == {} and cache.stats().kv.parked == 0
+
+
+# -- reset -----------------------------------------------------------------------------------------
+
+
+async def test_f003_f062_running_requests_survive_a_reset_and_give_all_back(
+    inline: bool,
+) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        await seed(here, PROMPT[: 2 * PAGE])
+        request, aborted, idle = [await opened(here) for _ in range(3)]
+        lease = await cache.acquire(PROMPT, owner="low")
+        await compute(here, request, PROMPT, 3 * PAGE)
+        for number in range(1, 4):
+            assert await cache.reset() == number
+            await cache.audit()
+        assert (await cache.match(PROMPT)).kv_prefix == 0
+        assert cache.stats().kv.tree == 2, "what leases still protect"
+        assert await request.checkpoint() is None
+        assert (await request.advance()).usable == 2 * PAGE
+        await compute(here, request, PROMPT, len(PROMPT))  # reads the former generation's pages
+        with pytest.raises(StaleHandle):
+            await request.fork()
+        with pytest.raises(StaleHandle):
+            await cache.insert(PROMPT[: 2 * PAGE], pages=[], lease=lease)
+        await request.finish()
+        aborted.abort()
+        lease.release()
+        assert cache.stats().kv.tree == 2
+        idle.abort()
+        await here.settled()
+        await here.until(lambda: cache.stats().kv.free == 32)
+        assert cache.stats().kv.free == 32 and cache.stats().state.free == 8
+        assert await serve(here, PROMPT) == 0
+
+
+async def test_a_reset_while_the_state_of_a_checkpoint_is_copied(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here)
+        await compute(here, request, PROMPT, 3 * PAGE)
+        here.gate.shut()
+        checkpoint = asyncio.ensure_future(request.checkpoint())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await here.cache.reset()
+        here.gate.open()
+        assert await asyncio.wait_for(checkpoint, 5) is None
+        assert here.cache.stats().state.granted == 1, "the copy's slot came back"
+        await request.finish()
+
+
+async def test_a_reset_in_the_middle_of_a_step(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        await seed(here, PROMPT[:PAGE])
+        request = await opened(here)
+        with here.cache.step([request], stream=here.stream) as step:
+            work = here.stream.run(lambda: None)
+            await here.cache.reset()
+            step.launched({request: len(PROMPT)})
+        await over(step)
+        work.result(5)
+        await request.finish()
+        assert (await here.cache.match(PROMPT)).kv_prefix == 0
+
+
+# -- leases and the lower level --------------------------------------------------------------------
+
+
+async def test_an_insert_at_the_lower_level_moves_its_lease(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        lease = await cache.acquire(PROMPT, owner="low")
+        grant = await cache.allocate(pages=3, states=1, owner="low")
+        result = await cache.insert(
+            PROMPT[: 3 * PAGE], pages=grant.pages, state=grant.states[0], lease=lease
+        )
+        assert result.adopted == ((0, 3 * PAGE),) and lease.boundary == 3 * PAGE
+        assert lease.pages == grant.pages and lease.state == grant.states[0]
+        cache.release(grant)  # nothing is left of it
+        assert (await cache.evict(pages=3)).pages == 0
+        lease.release()
+
+
+async def test_pages_that_a_caller_keeps_stay_in_the_grants_they_came_from(inline: bool) -> None:
+    async with house(inline=inline, layout=ATTENTION) as here:
+        cache = here.cache
+        await seed(here, PROMPT[: 2 * PAGE])
+        lease_free = cache.stats().kv.free
+        first = await cache.allocate(pages=1, owner="low")
+        second = await cache.allocate(pages=3, owner="low")
+        pages = first.pages + second.pages
+        result = await cache.insert(PROMPT[:PAGE] + run(2, PAGE), pages=pages[:2], swap=False)
+        assert result.reused == PAGE and result.pages_changed == ()
+        result = await cache.insert(PROMPT[: 3 * PAGE], pages=[pages[0], *pages[2:]], swap=False)
+        assert result.reused == 2 * PAGE and result.adopted == ((2 * PAGE, 3 * PAGE),)
+        await cache.audit()
+        cache.release(second)
+        cache.release(first)
+        assert cache.stats().kv.free == lease_free - 2, "the two that the tree took"
+
+
+async def test_offers_that_a_step_still_writes_are_parked_each_behind_its_own(
+    inline: bool,
+) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await opened(here)
+        grant = await cache.allocate(pages=4, owner="low")
+        step = cache.step([request])
+        tokens = PROMPT[: 2 * PAGE]
+        await asyncio.gather(
+            cache.insert(tokens, pages=grant.pages[:2], after=step),
+            cache.insert(tokens, pages=grant.pages[2:]),
+        )
+        assert set(grant.pages[:2]).isdisjoint(cache.core.ledger.kv._free)
+        step.abandon()
+        await here.settled()
+        assert set(grant.pages) <= set(cache.core.ledger.kv._free)
+        request.abort()
+
+
+async def test_a_request_reads_its_boundary_and_owns_the_rest(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await opened(here, room=4 * PAGE)
+        assert request.resources() == {"pages": 2, "states": 1, "leases": 1}
+        assert request.boundary == request.usable == 2 * PAGE and request.room == 4 * PAGE
+        for values in read_kv(here.cache.pools, request.page_table(), 2 * PAGE):
+            assert values == digests(PROMPT)[1 : 2 * PAGE + 1]
+        assert request.state_slot is not None
+        assert read_state(here.cache.pools, request.state_slot)[0][1] == 2 * PAGE
+        request.abort()
+        await here.until(lambda: not request.resources())
+        assert request.resources() == {}
