@@ -9,6 +9,7 @@ import msgspec
 
 from phloem import CacheConfig, CacheRuntime, Request
 from phloem.actors.domain import Domain
+from phloem.actors.messages import GiveBack
 from phloem.runtime.simulation.model import sim_layout
 
 
@@ -83,3 +84,26 @@ async def test_a_reset_in_the_queue_comes_before_what_is_sent_after_it() -> None
         await request.finish()
         await cache.audit()
         assert (cache.stats().kv.free, cache.stats().state.free) == (16, 4)
+
+
+async def test_room_that_comes_while_the_tree_is_asked_counts() -> None:
+    """Pages came free between the question for room and its answer, "not enough".
+
+    Asked again for the smaller shortfall, the tree could have helped; but it was not asked, and the
+    allocation waited for nothing.
+    """
+    config = _config(layout=sim_layout(states=False), device_pages=8, inline=False)
+    async with CacheRuntime(config) as cache:
+        core = cache.core
+        cached = await cache.allocate(pages=3, owner="cached")
+        await cache.insert(list(range(12)), pages=cached.pages)
+        parked = await cache.allocate(pages=2, owner="parked")
+        kept = await cache.allocate(pages=3, owner="kept")
+        waits = asyncio.create_task(cache.allocate(pages=5, owner="waits", timeout=5))
+        await asyncio.sleep(0)  # its message is in the queue, and behind it what follows
+        core.domain.send(core.allocator, GiveBack(parked.account, parked.pages))
+        grant = await waits
+        assert len(grant.pages) == 5
+        cache.release(grant)
+        cache.release(kept)
+        await cache.audit()

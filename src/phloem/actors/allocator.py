@@ -264,9 +264,9 @@ class AllocatorActor:
 
     def _on_made_room(self, message: MadeRoom) -> None:
         del message
-        asker, self._asking = self._asking, None
+        self._asking = None
         if self._moved:
-            self._untry(asker)
+            self._untry()
         self._pump()
 
     def _on_retry(self, message: Retry) -> None:
@@ -281,11 +281,11 @@ class AllocatorActor:
             self._untry()
             self._pump()
 
-    def _untry(self, asker: _Waiter | None = None) -> None:
-        """The tree may be able to help again, though not the one it has just made room for."""
+    def _untry(self) -> None:
+        """The tree may be able to help again, also the one it was asked for: by less, perhaps."""
         self._moved = False
         for waiter in (*self._holders, *self._newcomers):
-            waiter.tried = waiter is asker
+            waiter.tried = False
 
     def _on_withdraw(self, message: Withdraw) -> None:
         for waiter in self._waiters():
