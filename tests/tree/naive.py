@@ -36,6 +36,7 @@ class Compared:
         self.stateful = "state" in kinds
         self.kv: dict[Prefix, int] = {}
         self.states: dict[Prefix, int] = {}
+        self.evicted: set[Prefix] = set()  # were there, and have not come back
         self.held: list[Holding] = []  # of this generation
         self.former: list[Lease] = []
 
@@ -88,6 +89,13 @@ class Compared:
         branch = known // grid * grid
         assert match.branch_point == (branch if self.stateful and branch > usable else None)
         assert sum(match.lost.values()) == match.tokens - match.usable
+        gone = known // self.world.page
+        prefixes = self._prefixes(key, limit)
+        while gone < len(prefixes) and prefixes[gone] in self.evicted:
+            gone += 1
+        assert match.evicted == gone * self.world.page - known
+        assert match.evicted_by == ("model" if match.evicted else "")
+        assert not match.forgotten
         return match
 
     def acquire(self, key: TokenKey, limit: int | None = None, *, opened: bool = False) -> None:
@@ -148,6 +156,7 @@ class Compared:
         assert published.state_dup == (state and (end in self.states or not prefixes))
         for prefix, page in zip(mine, pages, strict=True):
             self.kv.setdefault(prefix, page)
+            self.evicted.discard(prefix)
         if not swap:
             kept = pages[: len(reused)]
             world.kv.move(kept, CALLER, None)
@@ -170,7 +179,7 @@ class Compared:
         free_states = len(self.states) - len(self._protected_states())
         victim = self._first_victim(pages, states)
         logged = len(world.log)
-        evicted, actions = world.tree.evict(pages, states)
+        evicted, actions = world.tree.evict(pages, states, by="model")
         assert evicted.pages >= min(pages, free_pages)
         assert evicted.states >= min(states, free_states)
         world.carry_out(actions)
@@ -207,6 +216,7 @@ class Compared:
             assert ids["state"], "more pages than asked went, with no state among them"
         for prefix in lost_kv:
             del self.kv[prefix]
+            self.evicted.add(prefix)
         for prefix in lost_states:
             del self.states[prefix]
         for _, data in self.kv:
@@ -231,6 +241,7 @@ class Compared:
         self.world.tree.reset()
         self.former.extend(holding.lease for holding in self.held)
         self.kv, self.states, self.held = {}, {}, []
+        self.evicted.clear()
         if sweep:
             self.world.sweep()
         self.compare()

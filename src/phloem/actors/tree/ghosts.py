@@ -106,7 +106,6 @@ class Ghosts:
             mark = mark_after(mark, edge[:common])
             if common < len(was):
                 self.note(mark, was[common:], by, at)
-                return
             edge = edge[common:]
 
     def recall(self, mark: int, data: bytes, start: int, stop: int) -> Remembered:
@@ -123,9 +122,7 @@ class Ghosts:
                 by, at = ghost[1:]
             common = common_bytes(data, offset, stop, ghost[0], self._page_bytes)
             offset += common
-            if common < len(ghost[0]):
-                break
-            mark = mark_after(mark, ghost[0])
+            mark = mark_after(mark, ghost[0][:common])
         return NOTHING if offset == start else Remembered(offset - start, by, at)
 
     def clear(self) -> None:
