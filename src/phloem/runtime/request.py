@@ -347,25 +347,35 @@ class Request:
         """Publish what is settled; donate a state when the position is wanted (or `state=True`).
 
         The state is a copy, made after the steps that wrote it; when no slot can be had the KV is
-        published without. Returns None when there is nothing new to publish, or when the cache was
-        reset since the request opened. Raises `InvalidRequest` while a step of the request is
-        opened and not launched.
+        published without. Returns None when there is nothing new to publish, when the cache was
+        reset since the request opened, or when it is off. Raises `InvalidRequest` while a step of
+        the request is opened and not launched.
         """
         self._check_alive()
         self._check_launched("checkpoint")
-        if self._former_generation:
-            self._refused("reset")
+        if not self._publishes():
             return None
         position = self._publishable("all")
         offer = self._donatable_snapshot(position)
         if offer is not None:
             self._publish(offer[1], offer[0])
         slot = await self._copy_for(position, state)
+        if not self._publishes():  # reset while the copy was made
+            if slot:
+                self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
+            return None
         if not slot and position // self._core.config.page_size * self._core.config.page_size <= (
             self.boundary
         ):
             return None
         return self._publish(position, slot)
+
+    def _publishes(self) -> bool:
+        """False when the tree takes nothing of this request: the cache is off, or was reset."""
+        if self._former_generation:
+            self._refused("reset")
+            return False
+        return self._core.config.enabled
 
     def _publishable(self, publish: Publish) -> int:
         limit = self.settled
@@ -498,7 +508,7 @@ class Request:
         position = self._publishable(publish)
         published = self.boundary
         try:
-            if publish != "none" and not self._former_generation:
+            if publish != "none" and self._publishes():
                 published = self._publish_last(position)
         finally:
             self._end("finished", published)
