@@ -58,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         "compares outputs and times, and audits the cache. Exit status 1 if an output differs, a "
         "page or slot is unaccounted for, or an audit fails.",
     )
-    demo.add_argument("--model", default="qwen3-next", metavar="NAME", help="default: %(default)s")
+    demo.add_argument(
+        "--model",
+        default="qwen3-next",
+        metavar="NAME",
+        help="falcon-h1, nemotron-h, ...; an unknown name lists them all (default: %(default)s)",
+    )
     demo.add_argument("--seed", default=0, type=int, metavar="N", help="of the weights")
     demo.add_argument(
         "--traces",
