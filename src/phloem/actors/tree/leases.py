@@ -7,6 +7,8 @@ there are nodes whose protection it changes, whatever the depth.
 
 from __future__ import annotations
 
+import msgspec
+
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
 from phloem.actors.tree.node import Node
@@ -22,48 +24,24 @@ def protected(node: Node) -> bool:
     return node.leases > 0 or node.protected_children > 0
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False, gc=False):
     """The right to read one boundary: the KV path to `anchor` and, if taken, the state at it.
 
     It belongs to the tree; whoever holds it only reads it and names it in later calls.
     """
 
-    __slots__ = (
-        "anchor",
-        "generation",
-        "has_state",
-        "id",
-        "keep_until",
-        "key",
-        "live",
-        "owner",
-        "priority",
-        "running_at",
-        "session",
-        "wanted",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        owner: str,
-        generation: int,
-        key: TokenKey,
-        anchor: Node,
-        has_state: bool,
-    ) -> None:
-        self.id = number
-        self.owner = owner
-        self.key = key  # the path to the anchor and, for a request, what it computes from there
-        self.generation = generation
-        self.anchor = anchor
-        self.has_state = has_state
-        self.live = True
-        self.running_at: tuple[RootName, int, bytes] | None = None
-        self.wanted: list[Wanted] = []
-        self.session: Session | None = None
-        self.priority = 0
-        self.keep_until = 0
+    id: int
+    owner: str
+    generation: int
+    key: TokenKey  # the path to the anchor and, for a request, what it computes from there
+    anchor: Node
+    has_state: bool
+    live: bool = True
+    running_at: tuple[RootName, int, bytes] | None = None
+    wanted: list[Wanted] = []
+    session: Session | None = None
+    priority: int = 0
+    keep_until: int = 0
 
     @property
     def boundary(self) -> int:

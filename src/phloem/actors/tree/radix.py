@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
+
+import msgspec
 
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
 from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
@@ -20,7 +21,7 @@ SPACES_REMEMBERED = 4096  # namespaces whose number is known after their last da
 RootName = tuple[str, str, bytes]
 
 
-class Walk(NamedTuple):
+class Walk(msgspec.Struct, frozen=True, gc=False):
     """How far a key leads: whole nodes along `path`, then `inside` bytes of `partial`'s edge."""
 
     path: list[Node]

@@ -93,9 +93,7 @@ class Tree:
 
     def match(self, tokens: Tokens, limit: int | None = None) -> Match:
         """How far the first `limit` tokens (all by default) are cached. Changes nothing."""
-        key = TokenKey.of(tokens)
-        walk = self.radix.walk(key, self._whole(key, limit))
-        return self._match_of(key, limit, walk, self._anchor_of(walk))
+        return self._look(TokenKey.of(tokens), limit)[2]
 
     def pages_of(self, lease: Lease) -> Ids:
         """The device page ids from the start to the lease's boundary."""
@@ -144,9 +142,7 @@ class Tree:
         Splits an edge only when the boundary lies inside it, which needs a model without states.
         """
         key = TokenKey.of(tokens)
-        walk = self.radix.walk(key, self._whole(key, limit))
-        anchor = self._anchor_of(walk)
-        match = self._match_of(key, limit, walk, anchor)
+        walk, anchor, match = self._look(key, limit)
         if walk.partial is not None and walk.inside and not self.has_states:
             anchor = self.radix.split(walk.partial, walk.inside)
             walk.path.append(anchor)
@@ -262,9 +258,7 @@ class Tree:
         """
         self.check_lease(lease)
         key = lease.key
-        walk = self.radix.walk(key, self._whole(key, limit))
-        anchor = self._anchor_of(walk)
-        match = self._match_of(key, limit, walk, anchor)
+        walk, anchor, match = self._look(key, limit)
         if lease.running_at is not None and lease.running_at[1] != match.kv_prefix * TOKEN_BYTES:
             self.running.leave(lease)
             self._meet(lease, match.kv_prefix)
@@ -663,42 +657,43 @@ class Tree:
 
     # -- small helpers -------------------------------------------------------------------------
 
-    def _whole(self, key: TokenKey, limit: int | None) -> int:
-        """The bytes of the whole pages within the first `limit` tokens."""
-        tokens = key.length if limit is None else min(limit, key.length)
-        return tokens // self.page_size * self.radix.page_bytes
+    def _look(self, key: TokenKey, limit: int | None) -> tuple[Walk, Node | None, Match]:
+        """The walk of the first `limit` tokens, the last node with a boundary on it, and the match.
 
-    def _anchor_of(self, walk: Walk) -> Node | None:
-        """The node of the deepest boundary on a walk that ends at a node; None: the root."""
-        path = walk.path
-        if not self.has_states:
-            return path[-1] if path else None
-        for node in reversed(path):
-            if node.state != NO_SLOT:
-                return node
-        return None
-
-    def _match_of(self, key: TokenKey, limit: int | None, walk: Walk, anchor: Node | None) -> Match:
+        Without states the boundary may lie further, inside the next edge; None stands for the root.
+        """
+        looked_up = key.length if limit is None else min(limit, key.length)
+        whole = looked_up // self.page_size * self.page_size
+        walk = self.radix.walk(key, whole * TOKEN_BYTES)
         known = (walk.offset + walk.inside) // TOKEN_BYTES
+        anchor: Node | None = None
         branch: int | None = None
         if self.has_states:
-            usable = 0 if anchor is None else anchor.end
+            usable = 0
+            for node in reversed(walk.path):
+                if node.state:
+                    anchor, usable = node, node.end
+                    break
             position = known // self.grid * self.grid
             if position > usable:
                 branch = position
         else:
+            anchor = walk.path[-1] if walk.path else None
             usable = known
-        looked_up = key.length if limit is None else min(limit, key.length)
-        match = (key.length, looked_up, usable, usable, known, branch, self.page_size)
-        if not self.ghosts.any:
-            return Match(*match)
-        whole = looked_up // self.page_size * self.page_size
-        past = self._recall(key, walk, whole * TOKEN_BYTES) if known < whole else NOTHING
+        if self.ghosts.any and known < whole:
+            past = self._recall(key, walk, whole * TOKEN_BYTES)
+        else:
+            past = NOTHING
         if past is NOTHING:
-            return Match(*match)
+            match = Match(key.length, looked_up, usable, usable, known, branch, self.page_size)
+            return walk, anchor, match
         evicted = past.evicted // TOKEN_BYTES
         forgotten = whole - known - evicted if past.forgotten else 0
-        return Match(*match, evicted, forgotten, past.by, past.at)
+        match = Match(
+            *(key.length, looked_up, usable, usable, known, branch, self.page_size),
+            *(evicted, forgotten, past.by, past.at),
+        )
+        return walk, anchor, match
 
     def _recall(self, key: TokenKey, walk: Walk, stop: int) -> Remembered:
         """What is remembered of the key beyond the end of its walk."""
