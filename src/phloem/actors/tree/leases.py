@@ -12,7 +12,7 @@ import msgspec
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
 from phloem.actors.tree.node import Node
-from phloem.actors.tree.placement import Wanted
+from phloem.actors.tree.placement import Refused, Wanted
 from phloem.actors.tree.radix import RootName
 from phloem.actors.tree.sessions import Session
 
@@ -39,6 +39,7 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     live: bool = True
     running_at: tuple[RootName, int, bytes] | None = None
     wanted: list[Wanted] = []
+    refused: list[Refused] = []  # positions that will not be kept
     session: Session | None = None
     priority: int = 0
     keep_until: int = 0

@@ -18,7 +18,13 @@ from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, m
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease, Leases
 from phloem.actors.tree.node import NO_SLOT, Node
-from phloem.actors.tree.placement import Placement, choose_positions
+from phloem.actors.tree.placement import (
+    Placement,
+    Refusal,
+    Wanted,
+    choose_positions,
+    end_of_response,
+)
 from phloem.actors.tree.policies import Policy, Score, policy_named
 from phloem.actors.tree.radix import Radix, Walk
 from phloem.actors.tree.results import (
@@ -187,7 +193,7 @@ class Tree:
             lease.priority, lease.keep_until = priority, keep_until
             self._prefer(lease.anchor, priority, keep_until)
         if self.has_states and self.enabled:
-            lease.wanted = choose_positions(
+            lease.wanted, lease.refused = choose_positions(
                 self.placement,
                 length=match.tokens,
                 usable=match.usable,
@@ -231,6 +237,29 @@ class Tree:
     def _meet(self, lease: Lease, position: int) -> None:
         wants = self.has_states and self.placement.branch
         self.running.meet(lease, position, self.placement.budget if wants else 0)
+
+    def why_not(self, lease: Lease, position: int, settled: int) -> Refusal | None:
+        """Why a state of the lease's request at `position` would not be kept; None: it would.
+
+        `settled` counts the tokens that the request may publish.
+        """
+        if position % self.grid or not position:
+            return "off_grid"
+        if position > settled:
+            return "unsettled"
+        if position < lease.boundary or (position == lease.boundary and lease.anchor.state):
+            return "exists"
+        return next((one.refusal for one in lease.refused if one.position == position), None)
+
+    def wanted_at_end(self, lease: Lease, reached: int) -> Wanted | None:
+        """Where to keep a state when the lease's request finishes, its state being at `reached`.
+
+        None when the placement does not want it or the boundary is as deep already.
+        """
+        position = end_of_response(reached, self.grid)
+        if not self.placement.end_of_response or position <= lease.boundary:
+            return None
+        return Wanted(position, "end_of_response")
 
     def progress_ahead(self, lease: Lease, more_than: int) -> Lease | None:
         """Another request's lease that computes what `lease` needs next, if it is worth a wait.
