@@ -12,6 +12,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
+import msgspec
+
 from phloem.actors.actions import FreeDeviceSlots, Ids
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
@@ -32,22 +34,19 @@ from phloem.events import Context, Freed, Granted, Parked, Refused, Sink, Waited
 __all__ = ["AllocatorActor", "Grant", "TreeView"]
 
 
-class Grant:
+class Grant(msgspec.Struct, eq=False, gc=False):
     """Pages and state slots reserved for an owner, not yet in the tree.
 
     `pages` and `states` are ids as granted; what was inserted since is the tree's. Give the rest
     back with `release`, once.
     """
 
-    __slots__ = ("account", "ledger", "owner", "pages", "released", "states")
-
-    def __init__(self, ledger: Ledger, account: int, owner: str, pages: Ids, states: Ids) -> None:
-        self.ledger = ledger
-        self.account = account
-        self.owner = owner
-        self.pages = pages
-        self.states = states
-        self.released = False
+    ledger: Ledger
+    account: int
+    owner: str
+    pages: Ids
+    states: Ids
+    released: bool = False
 
     def __repr__(self) -> str:
         return f"Grant({self.account}, owner={self.owner!r}, {len(self.pages)} pages)"

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from typing import Final, Protocol
 
+import msgspec
+
 from phloem.errors import CacheCrashed, InvalidRequest, PhloemError
 from phloem.events import Context, Joins
 
@@ -60,18 +62,15 @@ class Parked:
             yield self
 
 
-class Reply:
+class Reply(msgspec.Struct, eq=False):
     """The answer to one message, given once; `abandoned` when nobody is left to hear it."""
 
-    __slots__ = ("abandoned", "done", "error", "future", "on_abandoned", "value")
-
-    def __init__(self) -> None:
-        self.done = False
-        self.abandoned = False
-        self.value: object = None
-        self.error: BaseException | None = None
-        self.future: asyncio.Future[None] | Parked | None = None
-        self.on_abandoned: Callable[[], None] | None = None
+    done: bool = False
+    abandoned: bool = False
+    value: object = None
+    error: BaseException | None = None
+    future: asyncio.Future[None] | Parked | None = None
+    on_abandoned: Callable[[], None] | None = None
 
     def wake(self) -> None:
         """Let whoever awaits the answer go on."""
@@ -212,7 +211,8 @@ class Domain:
         """
         if self._draining:
             raise InvalidRequest("a turn cannot call: it sends, or answers later")
-        self.check_running()
+        if self.stopped is not None:
+            self.check_running()
         if self._queue:
             reply = Reply()
             self._queue.append((actor, message, reply, 0, self.caller_context()))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from struct import Struct
 
+import msgspec
 import numpy as np
 
 from phloem.actors.actions import TREE, Component, Ids
@@ -205,22 +206,19 @@ class Pool:
         )
 
 
-class Account:
+class Account(msgspec.Struct, eq=False):
     """What one grant holds outside the tree. `owner` names who asked, for logs and waiters.
 
     `fences` are the steps that may still touch what it gives up. `whole` lists its pages while it
     has all it was granted at once and nothing else, so that offering exactly these needs no search.
     """
 
-    __slots__ = ("fences", "number", "owner", "pages", "states", "whole")
-
-    def __init__(self, number: int, owner: str) -> None:
-        self.number = number
-        self.owner = owner
-        self.pages = 0
-        self.states = 0
-        self.fences: tuple[Fence, ...] = ()
-        self.whole: Ids | None = None
+    number: int
+    owner: str
+    pages: int = 0
+    states: int = 0
+    fences: tuple[Fence, ...] = ()
+    whole: Ids | None = None
 
 
 class Ledger:

@@ -195,16 +195,16 @@ class Core:
     def release_lease(self, lease: TreeLease) -> None:
         """End a lease now. After the runtime's end there is nothing left to release."""
         if not self.stopped:
-            self.run(m.Release(lease))
+            self.domain.run(self.tree_actor, m.Release(lease))
 
     def release_lease_after(self, lease: TreeLease, fences: tuple[Fence, ...]) -> None:
         """End a lease once nothing in flight reads what it protects."""
-        if self.tree.leases.live.get(lease.id) is not lease:
-            raise StaleHandle(f"{lease} is not a live lease of this runtime")
-        left = sum(not fence.passed for fence in fences)
+        left = sum(not fence.passed for fence in fences) if fences else 0
         if not left:
             self.release_lease(lease)
             return
+        if self.tree.leases.live.get(lease.id) is not lease:
+            raise StaleHandle(f"{lease} is not a live lease of this runtime")
         context = self.domain.caller_context()
 
         def one_passed() -> None:
