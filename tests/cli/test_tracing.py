@@ -9,9 +9,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 
 from phloem import CacheConfig, CacheRuntime, InvalidRequest, ModelLayout, events
-from phloem.runtime.tracing import Entry, EventLog, EventsDropped, level_of, open_log, read_log
+from phloem.runtime.tracing import (
+    Entry,
+    EventLog,
+    EventsDropped,
+    LogOpened,
+    RecentEvents,
+    caller_context,
+    level_of,
+    open_log,
+    read_log,
+    several,
+)
 
 OPENED = events.RequestOpened(
     turn=3,
@@ -30,6 +42,11 @@ def ticking() -> itertools.count[int]:
     return itertools.count(100)
 
 
+def entries_of(path: Path) -> list[Entry]:
+    """Without the lines that say that the log was opened."""
+    return [entry for entry in read_log(path) if not isinstance(entry.event, LogOpened)]
+
+
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path, ticks = tmp_path / "log", ticking()
     with open_log(path, clock=lambda: next(ticks), fields={"run": "a"}) as log:
@@ -37,12 +54,15 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         log(FREED)
     with open_log(path, clock=lambda: next(ticks)) as log:  # appends
         log(events.CopyEnded(op=1, error="lost"))
+    opened = LogOpened(schema=events.SCHEMA, least="debug", kinds=[], sample=1)
     assert list(read_log(path)) == [
-        Entry(100.0, "info", OPENED),
-        Entry(101.0, "debug", FREED),
-        Entry(102.0, "error", events.CopyEnded(op=1, error="lost")),
+        Entry(100.0, "info", opened),
+        Entry(101.0, "info", OPENED),
+        Entry(102.0, "debug", FREED),
+        Entry(103.0, "info", opened),
+        Entry(104.0, "error", events.CopyEnded(op=1, error="lost")),
     ]
-    first = msgspec.json.decode(path.read_bytes().splitlines()[0])
+    first = msgspec.json.decode(path.read_bytes().splitlines()[1])
     assert list(first)[:4] == ["event", "time", "level", "run"]
     assert "cause" not in first  # absent ids are left out
 
@@ -54,16 +74,68 @@ def test_level_and_kinds_choose(tmp_path: Path) -> None:
     with open_log(tmp_path / "freed", kinds=[events.Freed]) as log:
         log(FREED)
         log(OPENED)
-    assert [entry.event for entry in read_log(tmp_path / "info")] == [OPENED]
-    assert [entry.event for entry in read_log(tmp_path / "freed")] == [FREED]
+    assert [entry.event for entry in entries_of(tmp_path / "info")] == [OPENED]
+    assert [entry.event for entry in entries_of(tmp_path / "freed")] == [FREED]
+    (opened, _) = read_log(tmp_path / "freed")
+    assert isinstance(opened.event, LogOpened) and opened.event.kinds == ["Freed"]
     assert log.dropped == 0
+
+
+def test_a_sample_keeps_whole_requests(tmp_path: Path) -> None:
+    with open_log(tmp_path / "log", sample=4) as log:
+        for name in range(40):
+            log(events.RequestEnded(request=f"r{name}", how="x", reused=0, computed=0, published=0))
+            log(events.LeaseLeaked(request=f"r{name}", lease=1))
+        log(FREED)  # of no request
+    kept = [entry.event.request for entry in entries_of(tmp_path / "log")]
+    assert kept[-1] == "" and 4 <= len(set(kept)) <= 16
+    assert all(kept.count(name) == 2 for name in kept[:-1])
+
+
+def test_logfmt_lines_are_pairs() -> None:
+    out = io.BytesIO()
+    with open_log(out, style="logfmt", clock=lambda: 0.25) as log:
+        log(FREED)
+    line = out.getvalue().decode().splitlines()[1]
+    assert line == (
+        "event=Freed time=0.25 level=debug turn=4 cause=3 component=kv ids=[7,8] owner=-1"
+    )
+
+
+def test_recent_events_are_kept_up_to_a_bound(tmp_path: Path) -> None:
+    ticks = ticking()
+    recent = RecentEvents(2, clock=lambda: next(ticks))
+    both = several(None, recent, None)
+    assert both is recent and several(None) is None
+    for event in (OPENED, FREED, OPENED):
+        both(event)
+    assert recent.forgotten == 1
+    assert recent.entries() == [Entry(101, "debug", FREED), Entry(102, "info", OPENED)]
+    recent.write(tmp_path / "log")
+    assert entries_of(tmp_path / "log") == recent.entries()
+
+
+def test_a_log_of_a_later_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open_log(path) as log:
+        log(FREED)
+    later = path.read_bytes().replace(b'"schema":%d' % events.SCHEMA, b'"schema":99')
+    path.write_bytes(later)
+    with pytest.raises(InvalidRequest, match="schema 99, written by a later version"):
+        list(read_log(path))
+
+
+def test_what_a_caller_has_bound_is_text() -> None:
+    with structlog.contextvars.bound_contextvars(trace_id="a", attempt=2):
+        assert caller_context() == {"trace_id": "a", "attempt": "2"}
+    assert caller_context() == {}
 
 
 def test_console_lines_are_for_people() -> None:
     out = io.BytesIO()
     with open_log(out, style="console", clock=lambda: 0.25) as log:
         log(FREED)
-    line = out.getvalue().decode()
+    line = out.getvalue().decode().splitlines()[1]
     assert line.startswith("1970-01-01T00:00:00.250+00:00 [debug    ] Freed")
     assert "ids=[7, 8]" in line
     assert not out.closed  # a stream that was given stays open
@@ -95,7 +167,8 @@ def test_a_hanging_disk_drops_counts_and_tells() -> None:
     gate.open.set()
     log.close()
     names = [msgspec.json.decode(line)["event"] for line in gate.text.splitlines()]
-    assert names == ["RequestOpened", "Freed", "Freed", "Freed", "EventsDropped"]
+    assert names[0] == "LogOpened"
+    assert names[1:] == ["RequestOpened", "Freed", "Freed", "Freed", "EventsDropped"]
     assert msgspec.json.decode(gate.text.splitlines()[-1])["count"] == 2
     log(FREED)  # after the end: counted, never an error
     assert log.dropped == 3
@@ -110,12 +183,12 @@ def test_a_broken_disk_is_told_at_the_end() -> None:
     log(OPENED)
     with pytest.raises(OSError, match="disk full"):
         log.close()
-    assert log.dropped == 1
+    assert log.dropped == 2  # with the line that says that the log was opened
     log.close()
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    for bad in ({"level": "loud"}, {"style": "xml"}, {"capacity": 0}):
+    for bad in ({"level": "loud"}, {"style": "xml"}, {"capacity": 0}, {"sample": 0}):
         with pytest.raises(InvalidRequest):
             open_log(tmp_path / "log", **bad)  # type: ignore[arg-type]
     assert not (tmp_path / "log").exists()
@@ -126,7 +199,7 @@ def test_a_torn_line_is_named(tmp_path: Path) -> None:
     with open_log(path) as log:
         log(OPENED)
     path.write_bytes(path.read_bytes() + b'{"event":"Fre')
-    with pytest.raises(InvalidRequest, match="line 2 is no event"):
+    with pytest.raises(InvalidRequest, match="line 3 is no event"):
         list(read_log(path))
 
 
@@ -160,7 +233,7 @@ async def test_a_runtime_writes_its_events(tmp_path: Path) -> None:
                     step.launched({request: 4})
                 await request.finish()
             await cache.audit()
-    entries = [entry.event for entry in read_log(tmp_path / "log")]
+    entries = [entry.event for entry in entries_of(tmp_path / "log")]
     kinds = [type(event).__name__ for event in entries]
     assert kinds[0] == "RuntimeStarted"
     assert kinds[-1] == "RuntimeStopped"

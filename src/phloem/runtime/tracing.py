@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeAlias, get_args
+from zlib import crc32
 
 import msgspec
 import structlog
@@ -30,22 +31,39 @@ from phloem.errors import InvalidRequest
 
 __all__ = [
     "Entry",
+    "EntryDecoder",
     "EventLog",
     "EventsDropped",
     "Level",
+    "LogOpened",
+    "RecentEvents",
     "Style",
     "caller_context",
     "level_of",
     "open_log",
     "read_log",
+    "several",
 ]
 
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
-Style: TypeAlias = Literal["json", "console"]
+Style: TypeAlias = Literal["json", "logfmt", "console"]
 
 _GATHER_S = 0.05  # the writer lets so much time pass to write many lines at once
 _LINES_A_WRITE = 256
 _CAPACITY = 65_536
+
+
+class LogOpened(ev.Event, frozen=True, gc=False, kw_only=True):
+    """The first line of a log: the schema of what follows, and what is left out of it.
+
+    `least` is the lowest level that is written. `kinds` is empty when all are; of requests, one in
+    `sample` is.
+    """
+
+    schema: int
+    least: str
+    kinds: list[str]
+    sample: int
 
 
 class EventsDropped(ev.Event, frozen=True, gc=False, kw_only=True):
@@ -55,6 +73,7 @@ class EventsDropped(ev.Event, frozen=True, gc=False, kw_only=True):
 
 
 _LEVELS: dict[type[ev.Event], int] = {
+    LogOpened: logging.INFO,
     ev.RuntimeStarted: logging.INFO,
     ev.RequestOpened: logging.INFO,
     ev.Acquired: logging.INFO,
@@ -134,6 +153,7 @@ class EventLog:
         clock: Callable[[], float],
         level: Level,
         kinds: Collection[type[ev.Event]] | None,
+        sample: int,
         style: Style,
         fields: Mapping[str, str],
         capacity: int,
@@ -142,6 +162,7 @@ class EventLog:
         self._clock = clock
         self._least = _number_of(level)
         self._kinds = None if kinds is None else frozenset(kinds)
+        self._sample = sample
         self._capacity = capacity
         self._out = out
         self._close_out = close_out
@@ -152,6 +173,9 @@ class EventLog:
         self._refused_told = 0
         self._lost = 0  # by the writer's thread: it could not write
         self._failed: Exception | None = None
+        names = sorted(kind.__name__ for kind in self._kinds or ())
+        opened = LogOpened(schema=ev.SCHEMA, least=level, kinds=names, sample=sample)
+        self._queue.append((clock(), opened))
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="phloem-event-log", daemon=True)
@@ -159,14 +183,20 @@ class EventLog:
 
     def __call__(self, event: ev.Event) -> None:
         """Take one event. To be called from one thread at a time, as a runtime does."""
+        self.add(self._clock(), event)
+
+    def add(self, time_s: float, event: ev.Event) -> None:
+        """Take an event that happened at a time of its own."""
         if level_of(event) < self._least:
             return
         if self._kinds is not None and type(event) not in self._kinds:
             return
+        if self._sample > 1 and event.request and crc32(event.request.encode()) % self._sample:
+            return
         if len(self._queue) >= self._capacity or self._closing.is_set():
             self._refused += 1
             return
-        self._queue.append((self._clock(), event))
+        self._queue.append((time_s, event))
         if not self._wake.is_set():
             self._wake.set()
 
@@ -233,7 +263,10 @@ class EventLog:
 
     def _render(self, time_s: float, event: ev.Event) -> None:
         self._logger.log(
-            level_of(event), type(event).__name__, time=time_s, **msgspec.structs.asdict(event)
+            max(level_of(event), self._least),  # a log always says that it was opened
+            type(event).__name__,
+            time=time_s,
+            **msgspec.structs.asdict(event),
         )
 
 
@@ -243,23 +276,28 @@ def open_log(
     clock: Callable[[], float] = time.time,
     level: Level = "debug",
     kinds: Collection[type[ev.Event]] | None = None,
+    sample: int = 1,
     style: Style = "json",
     fields: Mapping[str, str] | None = None,
     capacity: int = _CAPACITY,
 ) -> EventLog:
     """A sink that writes events to a file (appended to) or a stream of bytes (left open).
 
-    `json`: one object a line, which `read_log` reads back; `console`: for people. `level` and
-    `kinds` choose what is written, `fields` are added to every line. `clock` gives the time in
-    seconds since the epoch. At most `capacity` events wait for the writer.
+    `json`: one object a line, which `read_log` reads back; `logfmt`: `name=value` pairs;
+    `console`: for people. `level` and `kinds` choose what is written; with `sample=n` it is one
+    request in n, chosen by its name, and what belongs to no request. `fields` are added to every
+    line. `clock` gives the time in seconds since the epoch. At most `capacity` events wait for the
+    writer.
 
-    Raises `InvalidRequest` for an unknown level or style and for a capacity below 1, `OSError`
-    when the file cannot be opened.
+    Raises `InvalidRequest` for an unknown level or style and for a capacity or a sample below 1,
+    `OSError` when the file cannot be opened.
     """
     if style not in get_args(Style):
         raise InvalidRequest(f"style is {style!r}; there are {', '.join(get_args(Style))}")
     if capacity < 1:
         raise InvalidRequest(f"capacity is {capacity}; it starts at 1")
+    if sample < 1:
+        raise InvalidRequest(f"sample is {sample}; it starts at 1, for all requests")
     _number_of(level)
     out, close_out = _opened(target)
     return EventLog(
@@ -267,6 +305,7 @@ def open_log(
         clock=clock,
         level=level,
         kinds=kinds,
+        sample=sample,
         style=style,
         fields=fields or {},
         capacity=capacity,
@@ -295,7 +334,9 @@ def _bound_logger(
 ) -> FilteringBoundLogger:
     """Bound once, since binding costs as much as writing an event."""
     render: list[Processor] = [structlog.processors.JSONRenderer(serializer=_encode)]
-    if style == "console":
+    if style == "logfmt":
+        render = [_flat, structlog.processors.LogfmtRenderer(bool_as_flag=False)]
+    elif style == "console":
         render = [_readable_time, structlog.dev.ConsoleRenderer(colors=False, sort_keys=False)]
     logger: FilteringBoundLogger = structlog.wrap_logger(
         lines,
@@ -318,6 +359,17 @@ def _in_order(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict
 def _encode(entry: object, **options: object) -> bytes:
     del options  # the renderer passes the standard library's
     return msgspec.json.encode(entry)
+
+
+def _flat(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
+    """What is no word or number is written as JSON, without spaces."""
+    del logger, method
+    return {
+        name: value
+        if isinstance(value, str | int | float | None)
+        else msgspec.json.encode(value).decode()
+        for name, value in entry.items()
+    }
 
 
 def _readable_time(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
@@ -344,19 +396,89 @@ class _Head(msgspec.Struct, frozen=True):
     event: str
 
 
+class EntryDecoder:
+    """Turns lines in `json` style into entries."""
+
+    def __init__(self) -> None:
+        self._head = msgspec.json.Decoder(_Head)
+        self._events = {kind.__name__: msgspec.json.Decoder(kind) for kind in _LEVELS}
+        for kind in (ev.CopyEnded, ev.RuntimeStopped):
+            self._events[kind.__name__] = msgspec.json.Decoder(kind)
+
+    def decode(self, line: bytes) -> Entry:
+        """One line. Raises `InvalidRequest` for one that is no event of a schema known here."""
+        try:
+            head = self._head.decode(line)
+            event = self._events[head.event].decode(line)
+        except KeyError as error:
+            raise InvalidRequest(f"there is no event {error}") from error
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(str(error)) from error
+        if isinstance(event, LogOpened) and event.schema > ev.SCHEMA:
+            raise InvalidRequest(
+                f"the log is of schema {event.schema}, written by a later version; this one reads "
+                f"up to {ev.SCHEMA}"
+            )
+        return Entry(head.time, head.level, event)
+
+
 def read_log(path: str | Path) -> Iterator[Entry]:
     """The events of a log in `json` style, in order.
 
-    Raises `InvalidRequest` naming the first line that is not one: an event of another version, or
-    a line torn by the end of a process.
+    A log without a `LogOpened` is of schema 1, whose events have fewer fields. Raises
+    `InvalidRequest` naming the first line that cannot be read: of a later schema, or torn by the
+    end of a process.
     """
-    decoders = {kind.__name__: msgspec.json.Decoder(kind) for kind in ev.Event.__subclasses__()}
-    head_decoder = msgspec.json.Decoder(_Head)
+    decoder = EntryDecoder()
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                head = head_decoder.decode(line)
-                event = decoders[head.event].decode(line)
-            except (msgspec.DecodeError, KeyError) as error:
+                entry = decoder.decode(line)
+            except InvalidRequest as error:
                 raise InvalidRequest(f"{path}, line {number} is no event: {error}") from error
-            yield Entry(head.time, head.level, event)
+            yield entry
+
+
+# -- other sinks --------------------------------------------------------------------------------
+
+
+class RecentEvents:
+    """A sink that keeps the latest `capacity` events in memory, to be looked at after the fact."""
+
+    def __init__(self, capacity: int = 10_000, *, clock: Callable[[], float] = time.time) -> None:
+        if capacity < 1:
+            raise InvalidRequest(f"capacity is {capacity}; it starts at 1")
+        self._kept: deque[tuple[float, ev.Event]] = deque(maxlen=capacity)
+        self._clock = clock
+        self.forgotten = 0
+
+    def __call__(self, event: ev.Event) -> None:
+        """Take one event."""
+        self.forgotten += len(self._kept) == self._kept.maxlen
+        self._kept.append((self._clock(), event))
+
+    def entries(self) -> list[Entry]:
+        """What is kept, the oldest first."""
+        return [
+            Entry(time_s, logging.getLevelName(level_of(event)).lower(), event)
+            for time_s, event in self._kept
+        ]
+
+    def write(self, path: str | Path) -> None:
+        """Write what is kept as a log in `json` style."""
+        with open_log(path, clock=lambda: 0.0, capacity=len(self._kept) + 1) as log:
+            for time_s, event in self._kept:
+                log.add(time_s, event)
+
+
+def several(*sinks: ev.Sink | None) -> ev.Sink | None:
+    """One sink for all that are given; None when none is."""
+    given = [sink for sink in sinks if sink is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+
+    def tell_all(event: ev.Event) -> None:
+        for sink in given:
+            sink(event)
+
+    return tell_all
