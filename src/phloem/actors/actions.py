@@ -16,16 +16,23 @@ import msgspec
 __all__ = [
     "TREE",
     "Action",
+    "BackupToHost",
     "ClearState",
     "Component",
     "CopyPages",
     "CopyState",
     "EvictExcessPathStates",
     "FreeDeviceSlots",
+    "FreeHostSlots",
     "Ids",
+    "LoadToDevice",
+    "Places",
+    "Reserve",
+    "Tier",
 ]
 
 Component: TypeAlias = Literal["kv", "state"]
+Tier: TypeAlias = Literal["device", "host"]
 Ids: TypeAlias = "array[int]"  # int32 page or slot ids; never written to once handed over
 
 TREE = -1  # the owner of what the tree holds; grants and operations own by positive numbers
@@ -72,4 +79,56 @@ class ClearState(msgspec.Struct, frozen=True, gc=False, tag=True):
     target: int
 
 
-Action: TypeAlias = FreeDeviceSlots | EvictExcessPathStates | CopyState | CopyPages | ClearState
+class FreeHostSlots(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the host allocator: `ids` go back to their pool, taken from `owner`."""
+
+    component: Component
+    ids: Ids
+    owner: int
+
+
+class Reserve(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the allocator of `tier`: room for an operation, all or nothing, without waiting.
+
+    Answered to the tree in the same drain by `Reserved` or `NotReserved`.
+    """
+
+    op: int
+    tier: Tier
+    pages: int
+    states: int
+
+
+class Places(msgspec.Struct, frozen=True, gc=False):
+    """Part of a copy between tiers: `sources[i]` goes to `targets[i]`, of one component."""
+
+    component: Component
+    sources: Ids
+    targets: Ids
+
+
+class BackupToHost(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the transfer actor: copy device data to the host tier; `Copied(op)` tells its end."""
+
+    op: int
+    items: tuple[Places, ...]
+
+
+class LoadToDevice(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """To the transfer actor: copy host data to the device, layer by layer; `Copied(op)` follows."""
+
+    op: int
+    items: tuple[Places, ...]
+
+
+Action: TypeAlias = (
+    FreeDeviceSlots
+    | FreeHostSlots
+    | EvictExcessPathStates
+    | CopyState
+    | CopyPages
+    | ClearState
+    | Reserve
+    | BackupToHost
+    | LoadToDevice
+)

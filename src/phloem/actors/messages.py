@@ -30,8 +30,10 @@ __all__ = [
     "Match",
     "Open",
     "Prepare",
+    "NotReserved",
     "Release",
     "ReleaseState",
+    "Reserved",
     "Reset",
     "Retry",
     "Ripe",
@@ -155,6 +157,21 @@ class Copied(Message, frozen=True, gc=False, eq=False):
 
     op: int
     error: BaseException | None
+
+
+class Reserved(Message, frozen=True, gc=False, eq=False):
+    """The room that an operation asked for: ids of its tier's pools, owned by `account` there."""
+
+    op: int
+    account: int
+    pages: Ids
+    states: Ids
+
+
+class NotReserved(Message, frozen=True, gc=False, eq=False):
+    """There is no room for an operation: its plan shrinks or it is dropped."""
+
+    op: int
 
 
 class Evict(Message, frozen=True, gc=False, eq=False):
