@@ -106,8 +106,8 @@ class Sessions:
 
     def _boundary(self, node: Node) -> Node | None:
         """The nearest boundary at or above `node`; None when that is the root."""
-        at: Node | None = node
-        while at is not None and at.parent is not None:
+        at = node
+        while at.parent is not None:
             if at.state != NO_SLOT or not self._stateful:
                 return at
             at = at.parent

@@ -213,8 +213,8 @@ class Tree:
 
     def _prefer(self, node: Node, priority: int, keep_until: int) -> None:
         """Raise the priority of a path, from its end up to where it is as high already."""
-        at: Node | None = node
-        while at is not None and at.parent is not None:
+        at = node
+        while at.parent is not None:
             ended = 0 < at.keep_until <= self.time
             if at.priority > priority and not ended:
                 return

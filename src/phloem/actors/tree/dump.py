@@ -1,0 +1,183 @@
+"""The tree as data and as a picture, for people. Bounded, and without recursion."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from phloem.actors.tree.leases import protected
+from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.radix import RootName
+from phloem.actors.tree.tree import Tree, TreeFigures
+
+__all__ = ["Dump", "NodeView", "dump_tree", "picture"]
+
+_TOKENS_SHOWN = 4
+_DEPTH_SHOWN = 24  # deeper nodes are drawn at this indentation
+
+
+class NodeView(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """One node. `depth` counts nodes from its root; `tokens` are the first of its edge.
+
+    `device_pages` counts pages; `state` is the slot of the state at `end`, 0 for none. `leases`
+    lists the owners of the leases anchored here, `state_leases` how many of them took the state;
+    `last` is true for the last child of its parent.
+    """
+
+    id: int
+    parent: int
+    depth: int
+    start: int
+    end: int
+    tokens: tuple[int, ...]
+    device_pages: int
+    state: int
+    leases: tuple[str, ...]
+    state_leases: int
+    protected: bool
+    hits: int
+    stamp: int
+    priority: int
+    sessions: int
+    children: int
+    last: bool
+
+
+class Dump(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A bounded view of a tree: its figures and the first nodes of each namespace, parents first.
+
+    `left_out` counts the nodes beyond the limit.
+    """
+
+    figures: TreeFigures
+    page_size: int
+    grid: int
+    policy: str
+    now: int
+    spaces: tuple[tuple[RootName, tuple[NodeView, ...]], ...]
+    left_out: int
+
+
+def dump_tree(tree: Tree, limit: int = 1000) -> Dump:
+    """Look at up to `limit` nodes in the order of a depth-first walk, namespaces by name."""
+    holders: dict[int, list[str]] = {}
+    for lease in tree.leases.live.values():
+        holders.setdefault(lease.anchor.id, []).append(lease.owner)
+    spaces: list[tuple[RootName, tuple[NodeView, ...]]] = []
+    room = limit
+    for name in sorted(tree.radix.roots):
+        if not room:
+            break
+        views = _views(tree.radix.roots[name], holders, room)
+        room -= len(views)
+        spaces.append((name, tuple(views)))
+    return Dump(
+        figures=tree.figures(),
+        page_size=tree.page_size,
+        grid=tree.grid,
+        policy=tree.policy.name,
+        now=tree.now,
+        spaces=tuple(spaces),
+        left_out=tree.radix.nodes - (limit - room),
+    )
+
+
+def _views(root: Node, holders: dict[int, list[str]], limit: int) -> list[NodeView]:
+    views: list[NodeView] = []
+    waiting = _children(root, 1)
+    while waiting and len(views) < limit:
+        node, depth, last = waiting.pop()
+        views.append(_view(node, depth, last, holders))
+        waiting.extend(_children(node, depth + 1))
+    return views
+
+
+def _children(node: Node, depth: int) -> list[tuple[Node, int, bool]]:
+    """The children with their depth, to be popped in the order of their first pages."""
+    children = node.children or {}
+    ordered = [children[first] for first in sorted(children, reverse=True)]
+    return [(child, depth, not number) for number, child in enumerate(ordered)]
+
+
+def _view(node: Node, depth: int, last: bool, holders: dict[int, list[str]]) -> NodeView:
+    parent = node.parent
+    assert parent is not None
+    tokens = array("I")
+    tokens.frombytes(node.edge[: _TOKENS_SHOWN * tokens.itemsize])
+    return NodeView(
+        id=node.id,
+        parent=parent.id,
+        depth=depth,
+        start=parent.end,
+        end=node.end,
+        tokens=tuple(tokens),
+        device_pages=len(node.pages),
+        state=node.state,
+        leases=tuple(holders.get(node.id, ())),
+        state_leases=node.state_leases,
+        protected=protected(node),
+        hits=node.hits,
+        stamp=node.stamp,
+        priority=node.priority,
+        sessions=node.sessions,
+        children=len(node.children or ()),
+        last=last,
+    )
+
+
+def picture(dump: Dump) -> str:
+    """The dump as lines for a terminal.
+
+    Each node shows its tokens, where it ends, its data (`F` KV and `S` a state on the device, `-`
+    nothing) and, where there are any, its lease holders, sessions and priority.
+    """
+    figures = dump.figures
+    lines = [
+        f"generation {figures.generation}: {figures.nodes} nodes, {figures.leaves} leaves, "
+        f"{figures.leases} leases; page {dump.page_size}, grid {dump.grid}, {dump.policy}",
+        f"pages {figures.pages} ({figures.pages_protected} protected), "
+        f"states {figures.states} ({figures.states_protected} protected)",
+    ]
+    for name, views in dump.spaces:
+        lines.append(_space_line(name))
+        lines.extend(_node_lines(views))
+    if dump.left_out > 0:
+        lines.append(f"... and {dump.left_out} more nodes")
+    return "\n".join(lines)
+
+
+def _space_line(name: RootName) -> str:
+    adapter, salt, extra = name
+    parts = [f"adapter {adapter!r}" if adapter else "", f"salt {salt!r}" if salt else ""]
+    parts.append(f"content of {len(extra)} bytes" if extra else "")
+    return ", ".join(filter(None, parts)) or "default namespace"
+
+
+def _node_lines(views: tuple[NodeView, ...]) -> list[str]:
+    lines: list[str] = []
+    bars: list[str] = []  # of the ancestors, one for each depth
+    for view in views:
+        del bars[view.depth - 1 :]
+        drawn = bars[-_DEPTH_SHOWN:]
+        branch = "└─ " if view.last else "├─ "
+        lines.append("".join(drawn) + branch + _node_text(view))
+        bars.append("   " if view.last else "│  ")
+    return lines
+
+
+def _node_text(view: NodeView) -> str:
+    shown = " ".join(str(token) for token in view.tokens)
+    if view.end - view.start > len(view.tokens):
+        shown += " .."
+    data = ("F" if view.device_pages else "-") + ("S" if view.state != NO_SLOT else "-")
+    text = f"[{shown}] {view.start}-{view.end} {data}"
+    if view.leases:
+        text += f" held by {', '.join(view.leases)}"
+    elif view.protected:
+        text += " protected"
+    if view.sessions:
+        text += f" sessions {view.sessions}"
+    if view.priority:
+        text += f" priority {view.priority}"
+    return text
