@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 import os
 import re
 import subprocess
@@ -11,9 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from phloem import events
-from phloem.runtime import tracing
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src" / "phloem").rglob("*.py"))
@@ -116,28 +112,8 @@ def test_code_in_documents_runs(path: Path, tmp_path: Path) -> None:
         run([str(script)], tmp_path)
 
 
-def test_the_table_of_events_is_that_of_the_schema() -> None:
-    text = (ROOT / "docs" / "tracing.md").read_text(encoding="utf-8")
-    told = {
-        name: (levels, re.findall(r"`(\w+)`", fields))
-        for name, levels, fields in re.findall(
-            r"^\| `(\w+)` \| ([\w, ]+) \| ([^|]*) \|", text, re.MULTILINE
-        )
-    }
-    assert told == {
-        kind.__name__: (
-            levels_of(kind),
-            [f for f in kind.__struct_fields__ if f not in events.Event.__struct_fields__],
-        )
-        for kind in events.Event.__subclasses__()
-    }
-
-
-def levels_of(kind: type[events.Event]) -> str:
-    by_content = {events.CopyEnded: "debug, error", events.RuntimeStopped: "info, error"}
-    if kind in by_content:
-        return by_content[kind]
-    return logging.getLevelName(tracing._LEVELS[kind]).lower()
+def test_the_table_of_events_is_that_of_the_schema(tmp_path: Path) -> None:
+    run([str(ROOT / "tools" / "event_table.py"), "--check"], tmp_path)
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -146,7 +122,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, *command],
         capture_output=True, text=True, timeout=100, cwd=folder, env=environment, check=False,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran
 
 
