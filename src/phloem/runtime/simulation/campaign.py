@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import lcm
 
 import msgspec
@@ -28,7 +28,7 @@ from phloem.runtime.simulation.world import (
     simulate,
 )
 
-__all__ = ["Fixed", "Plan", "command", "plan_for", "run_plan", "shorten"]
+__all__ = ["Fixed", "Plan", "command", "plan_for", "play", "run_plan", "shorten"]
 
 
 class Fixed(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +102,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
     )
     geometry = _Geometry(rng)
     faults = swarm(rng)
+    audit_every = rng.choice((1, 4, 16))
     if fixed.faults is not None:
         faults = faults.only(fixed.faults)
     prompts = workload(fixed.workload or kind, seed, scale)
@@ -118,6 +119,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
         config=config,
         faults=faults,
         scramble=fixed.scramble,
+        audit_every=audit_every,
     )
 
 
@@ -168,36 +170,70 @@ def run_plan(plan: Plan, *, repeat: str = "") -> Outcome[list[Served]]:
 
 
 async def _scenario(sim: Simulation, plan: Plan) -> list[Served]:
+    return await play(sim, plan, plan.prompts)
+
+
+async def play(sim: Simulation, plan: Plan, prompts: Iterable[Prompt]) -> list[Served]:
+    """Serve prompts as they arrive, one at a time from `prompts`, under the plan's faults.
+
+    Every prompt ends in one of the ways that exist; anything else ends the run.
+    """
+    served: list[Served] = []
     async with sim.runtime(plan.config) as cache:
         model = sim.model(cache, plan.cost, recheck=plan.recheck)
-        stream = sim.stream("compute")
         async with Server(
             cache,
             model,
-            stream,
+            sim.stream("compute"),
             order=plan.scheduler,
             limits=plan.limits,
             fails=lambda: sim.chance("abandon"),
         ) as server:
-            clients = [
-                sim.client(_client(sim, cache, server, prompt), prompt.name)
-                for prompt in plan.prompts
-            ]
             others = [
                 asyncio.create_task(sim.every("reset", cache.reset), name="resetter"),
                 asyncio.create_task(sim.every("evict", lambda: _evict(sim, cache)), name="evicter"),
             ]
-            answers = await asyncio.gather(*clients, return_exceptions=True)
+            await _arrivals(sim, server, prompts, served)
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-    return _served(sim, plan, answers)
+    return served
 
 
-async def _client(sim: Simulation, cache: CacheRuntime, server: Server, prompt: Prompt) -> Served:
-    await asyncio.sleep(prompt.at_s)
+async def _arrivals(
+    sim: Simulation, server: Server, prompts: Iterable[Prompt], served: list[Served]
+) -> None:
+    left = 0
+    nobody = asyncio.Event()
+
+    def ended(task: asyncio.Task[Served]) -> None:
+        nonlocal left
+        left -= 1
+        if task.cancelled():
+            served.append(Served(name=task.get_name(), how="cancelled"))
+            if not sim.faults.cancel:
+                sim.loop.fail(asyncio.CancelledError(task.get_name()))
+        elif (error := task.exception()) is not None:
+            sim.loop.fail(error)
+        else:
+            served.append(task.result())
+        if not left:
+            nobody.set()
+
+    for prompt in prompts:
+        await asyncio.sleep(max(0.0, prompt.at_s - sim.loop.time()))
+        left += 1
+        nobody.clear()
+        client = sim.client(_client(sim, server, prompt), prompt.name)
+        client.add_done_callback(ended)
+    await nobody.wait()
+
+
+async def _client(sim: Simulation, server: Server, prompt: Prompt) -> Served:
     if sim.chance("forget"):
-        lease = await cache.acquire(prompt.tokens, namespace=prompt.namespace, owner=prompt.name)
+        lease = await server.cache.acquire(
+            prompt.tokens, namespace=prompt.namespace, owner=prompt.name
+        )
         del lease
     return await server.serve(prompt)
 
@@ -206,19 +242,6 @@ async def _evict(sim: Simulation, cache: CacheRuntime) -> None:
     few = sim.rng.random() < 0.8
     pages, states = (2, 1) if few else (cache.config.device_pages, cache.config.device_states)
     await cache.evict(pages=sim.rng.randrange(pages + 1), states=sim.rng.randrange(states + 1))
-
-
-def _served(sim: Simulation, plan: Plan, answers: Sequence[Served | BaseException]) -> list[Served]:
-    """Every prompt must have ended in one of the ways that exist; raises what was unexpected."""
-    out: list[Served] = []
-    for prompt, answer in zip(plan.prompts, answers, strict=True):
-        if isinstance(answer, Served):
-            out.append(answer)
-        elif isinstance(answer, asyncio.CancelledError) and sim.faults.cancel:
-            out.append(Served(name=prompt.name, how="cancelled"))
-        else:
-            raise answer
-    return out
 
 
 # -- failures --------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from phloem.actors.tree.keys import Namespace
 
-__all__ = ["STATE_WORDS", "TaggedTokens"]
+__all__ = ["STATE_WORDS", "TaggedTokens", "TokenIds"]
 
 STATE_WORDS = 4  # tag, its complement, position, tag of the namespace
 
 Tags = npt.NDArray[np.int64]
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
 _MIX = (
     np.uint64(0x9E3779B97F4A7C15),
@@ -36,7 +37,7 @@ def _digest(chain: int, data: bytes) -> int:
 class TaggedTokens:
     """A growing run of tokens with the tags of its KV and of its states."""
 
-    def __init__(self, tokens: Sequence[int], namespace: Namespace, page_size: int) -> None:
+    def __init__(self, tokens: TokenIds, namespace: Namespace, page_size: int) -> None:
         self._page_size = page_size
         self._name = _digest(0, repr(tuple(namespace)).encode())
         self._chain = [self._name]  # for each page: the digest of everything before it
@@ -53,7 +54,7 @@ class TaggedTokens:
         """The tokens so far; a view."""
         return self._tokens[: self._length]
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: TokenIds) -> None:
         """Append tokens."""
         start, end = self._length, self._length + len(tokens)
         if end > len(self._tokens):

@@ -27,6 +27,7 @@ from phloem.actors.tree.audit import audit_tree
 from phloem.cuda_streams.engine import Ticket
 from phloem.events import (
     Event,
+    Evicted,
     Granted,
     LeaseEnded,
     LeaseLeaked,
@@ -105,7 +106,9 @@ class Watch:
         self.places = Places()
         self.audits = 0
         self.turns: Counter[str] = Counter()  # messages handled, by kind
-        self.waits_ns: list[int] = []  # how long allocations waited
+        self.waits_ns: deque[int] = deque(maxlen=10_000)  # how long allocations waited
+        self.evicted: Counter[str] = Counter()  # pages, states
+        self.queue_max = 0  # messages queued at once
         self._log = log
         self._now_ns = now_ns
         self._fail = fail
@@ -147,6 +150,9 @@ class Watch:
                 raise Violation(f"a lease of {event.request!r} was lost without release")
             case Waited():
                 self._waits_as_holder[event.request] = event.holder
+            case Evicted():
+                self.evicted["pages"] += event.pages
+                self.evicted["states"] += event.states
             case Granted():
                 self._granted.append(event.request)
             case RequestEnded() if self._core is not None and event.request in self._core.requests:
@@ -231,6 +237,7 @@ class Watch:
     def _after(self, message: object, core: Core, before: list[m.Allocate]) -> None:
         domain = core.domain
         bound = core.config.queue_max + domain.unanswered + 8 * len(core.requests) + 64
+        self.queue_max = max(self.queue_max, domain.queued)
         if domain.queued > bound:
             raise Violation(f"{domain.queued} messages are queued, bound {bound}")
         if before or core.ledger.waiting or core.allocator.waiting:

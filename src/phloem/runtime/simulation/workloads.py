@@ -1,26 +1,32 @@
 """Who asks for what, and when: synthetic generators, each for one way in which caches are hard.
 
 A workload is a list of `Prompt`s in the order of their arrival. The same generator, size and seed
-give the same list. Real traces: `phloem.runtime.traces`.
+give the same list.
 
 chat         several users under one system prompt; each turn holds the conversation so far
 documents    long documents that are asked about again and again, in a skewed order
 agents       loops that append a little to a long context, and now and then branch off in its middle
 collisions   keys made to share a page or a few tokens and then part, also across namespaces
 bursts       groups of almost equal prompts that arrive at one instant
+
+The samples of real traces (`phloem.runtime.traces`) are workloads too, by their names: a stretch of
+one, with blocks, times and answers made smaller. What prefixes are equal stays as it was.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import msgspec
 
 from phloem.actors.tree.keys import Namespace
 from phloem.errors import InvalidRequest
+from phloem.runtime.simulation.tags import TokenIds
+from phloem.runtime.traces import SAMPLES, TraceRequest, sample
 
-__all__ = ["WORKLOADS", "Prompt", "Scale", "workload"]
+__all__ = ["WORKLOADS", "Prompt", "Scale", "of_trace", "workload"]
 
 _VOCABULARY = 1000
 
@@ -33,7 +39,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     at_s: float
-    tokens: list[int]
+    tokens: TokenIds
     output: int
     namespace: Namespace = Namespace()
     priority: int = 0
@@ -98,7 +104,7 @@ def documents(rng: random.Random, scale: Scale) -> list[Prompt]:
 def agents(rng: random.Random, scale: Scale) -> list[Prompt]:
     """Contexts that grow step by step; one in six steps goes back and takes another way."""
     tools = _text(rng, 3 * scale.piece)
-    contexts = [list(tools) for _ in range(max(1, scale.requests // 8))]
+    contexts: list[list[int]] = [list(tools) for _ in range(max(1, scale.requests // 8))]
     out: list[Prompt] = []
     now = 0.0
     for number in range(scale.requests):
@@ -167,12 +173,45 @@ def bursts(rng: random.Random, scale: Scale) -> list[Prompt]:
     return out
 
 
+def of_trace(
+    requests: Iterable[TraceRequest], *, shrink: int = 1, faster: float = 1.0, answer_max: int = 64
+) -> Iterator[Prompt]:
+    """The requests of a trace as prompts, one at a time.
+
+    `shrink` makes blocks of tokens shorter, `faster` the time between arrivals.
+    """
+    start: float | None = None
+    for number, request in enumerate(requests):
+        start = request.at_s if start is None else start
+        yield Prompt(
+            name=f"trace-{request.session}-{number}" if request.session else f"trace-{number}",
+            at_s=(request.at_s - start) / faster,
+            tokens=request.tokens(shrink=shrink),
+            output=max(1, min(request.output, answer_max)),
+        )
+
+
+def _stretch(name: str, rng: random.Random, scale: Scale) -> list[Prompt]:
+    """A stretch of a sample; prompts of lengths only, or of tokens, are cut."""
+    requests = list(sample(name))
+    start = rng.randrange(max(1, len(requests) - scale.requests))
+    part = requests[start : start + scale.requests]
+    shrink = max(1, part[0].block_size // 4)
+    most = 8 * scale.piece
+    span = max(0.001, part[-1].at_s - part[0].at_s)
+    prompts = of_trace(
+        part, shrink=shrink, faster=span / (scale.gap_s * len(part)), answer_max=scale.piece
+    )
+    return [msgspec.structs.replace(prompt, tokens=prompt.tokens[:most]) for prompt in prompts]
+
+
 WORKLOADS: Mapping[str, Callable[[random.Random, Scale], list[Prompt]]] = {
     "chat": chat,
     "documents": documents,
     "agents": agents,
     "collisions": collisions,
     "bursts": bursts,
+    **{name: partial(_stretch, name) for name in SAMPLES},
 }
 
 

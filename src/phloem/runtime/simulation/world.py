@@ -77,7 +77,9 @@ class Outcome(msgspec.Struct, Generic[T], frozen=True):
     virtual_s: float
     injected: dict[str, int]
     events: dict[str, int]
+    evicted: dict[str, int]
     bytes_checked: int
+    queue_max: int
 
 
 class Simulation:
@@ -176,7 +178,8 @@ class Simulation:
     def client(self, coro: Coroutine[object, object, T], name: str) -> asyncio.Task[T]:
         """A task that the fault `cancel` may cancel, between any two callbacks."""
         task = self.loop.create_task(coro, name=name)
-        self._clients.append(task)
+        if self.faults.cancel:
+            self._clients.append(task)
         return task
 
     def chance(self, fault: str) -> bool:
@@ -307,7 +310,9 @@ def simulate(
         virtual_s=loop.time(),
         injected=dict(sorted(run.injected.items())),
         events=dict(sorted(run.log.counts.items())),
+        evicted=dict(sum((watch.evicted for watch in watches), Counter[str]())),
         bytes_checked=sum(model.bytes_checked for model in run.models),
+        queue_max=max((watch.queue_max for watch in watches), default=0),
     )
 
 

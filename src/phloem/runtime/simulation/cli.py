@@ -1,0 +1,270 @@
+"""`phloem simulate`: many seeds, or a whole trace, with a summary and failures that repeat.
+
+Exit status: 0 when nothing was found, 1 when something was, 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+import torch
+
+from phloem.errors import InvalidRequest
+from phloem.runtime.simulation.campaign import Fixed, command, plan_for, run_plan, shorten
+from phloem.runtime.simulation.faults import FAULTS
+from phloem.runtime.simulation.loop import POLICIES, Policy
+from phloem.runtime.simulation.production import PRODUCTION_FAULTS, production
+from phloem.runtime.simulation.schedulers import ORDERS
+from phloem.runtime.simulation.summary import Summary
+from phloem.runtime.simulation.workloads import WORKLOADS
+from phloem.runtime.simulation.world import SimulationFailed
+from phloem.runtime.traces import read_trace
+
+__all__ = ["run"]
+
+_TELL_S = 2.0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """One seed that failed: the command that repeats it, and what was found."""
+
+    seed: int
+    command: str
+    report: str
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.trace is not None:
+            return _production(options)
+        return _campaign(options)
+    except (InvalidRequest, OSError) as error:
+        print(f"phloem simulate: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="phloem simulate",
+        description="Runs the real actors under simulated schedulers in virtual time, with faults, "
+        "and checks them after every turn. What is not said is drawn from each seed.",
+    )
+    add = parser.add_argument
+    add("--seeds", default="0:200", metavar="A:B", help="a range, or numbers with commas")
+    add("--scheduler", choices=tuple(ORDERS), help="who is admitted next")
+    add("--workload", choices=tuple(WORKLOADS), help="who asks for what")
+    add("--policy", choices=POLICIES, help="how tasks are ordered")
+    add(
+        "--faults",
+        metavar="NAMES",
+        help=f"with commas: only these may be on; none, all, or of: {', '.join(FAULTS)}",
+    )
+    add("--requests", type=int, metavar="N", help="requests of a workload")
+    add("--prompts", metavar="NUMBERS", help="with commas: only these requests of a workload")
+    add("--scramble", type=int, metavar="STEP", help="from this step on, keep asyncio's order")
+    add("--minimize", action="store_true", help="shorten the first failure")
+    add("--keep-going", action="store_true", help="do not stop at the first failure")
+    add("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    add("--trace", type=Path, metavar="FILE", help="serve a whole trace on pools of real size")
+    add("--limit", type=int, metavar="N", help="with --trace: the first N requests")
+    add("--workers", type=int, default=4, metavar="N", help="with --trace: workers' worth of pool")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write the result as JSON")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        if ":" in text:
+            first, last = text.split(":")
+            return tuple(range(int(first or 0), int(last)))
+        return tuple(int(word) for word in text.split(",") if word)
+    except ValueError:
+        raise InvalidRequest(f"{text!r} is neither a range A:B nor numbers with commas") from None
+
+
+def _faults(text: str | None) -> tuple[str, ...] | None:
+    if text is None or text == "all":
+        return None
+    return () if text == "none" else tuple(text.split(","))
+
+
+def _fixed(options: argparse.Namespace) -> Fixed:
+    policy: Policy | None = options.policy
+    return Fixed(
+        scheduler=options.scheduler,
+        workload=options.workload,
+        policy=policy,
+        faults=_faults(options.faults),
+        prompts=_numbers(options.prompts) if options.prompts else None,
+        scramble=options.scramble,
+        requests=options.requests,
+    )
+
+
+# -- many seeds ------------------------------------------------------------------------------------
+
+
+def _campaign(options: argparse.Namespace) -> int:
+    seeds, fixed = _numbers(options.seeds), _fixed(options)
+    if not seeds:
+        raise InvalidRequest("no seeds")
+    began = time.monotonic()
+    total, failures = Summary(), list[Failure]()
+    told = began
+    for part, found in _parts(seeds, fixed, options.jobs, stop=not options.keep_going):
+        total.merge(part)
+        failures += found
+        now = time.monotonic()
+        if now - told >= _TELL_S:
+            told = now
+            _tell(f"{total.seeds + len(failures)} of {len(seeds)} seeds, {len(failures)} failed")
+        if failures and not options.keep_going:
+            break
+    total.wall_s = time.monotonic() - began
+    if failures and options.minimize:
+        failures[0] = _shortened(failures[0].seed, fixed)
+    _report(total, failures, options.json)
+    return 1 if failures else 0
+
+
+def _parts(
+    seeds: Sequence[int], fixed: Fixed, jobs: int, *, stop: bool
+) -> Iterator[tuple[Summary, list[Failure]]]:
+    if jobs <= 1:
+        for seed in seeds:
+            yield _seeds((seed,), fixed, stop)
+        return
+    size = max(1, min(50, len(seeds) // (4 * jobs)))
+    parts = [tuple(seeds[at : at + size]) for at in range(0, len(seeds), size)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(_seeds, part, fixed, stop) for part in parts]
+        for done in as_completed(waiting):
+            summary, found = done.result()
+            if found and stop:
+                pool.shutdown(wait=False, cancel_futures=True)
+            yield summary, found
+
+
+def _seeds(seeds: Sequence[int], fixed: Fixed, stop: bool) -> tuple[Summary, list[Failure]]:
+    torch.set_num_threads(1)
+    summary, failures = Summary(), list[Failure]()
+    for seed in seeds:
+        plan = plan_for(seed, fixed)
+        repeat = command(plan, fixed)
+        try:
+            summary.add(run_plan(plan, repeat=repeat))
+        except SimulationFailed as error:
+            failures.append(Failure(seed, repeat, str(error)))
+            if stop:
+                break
+    return summary, failures
+
+
+def _shortened(seed: int, fixed: Fixed) -> Failure:
+    _tell(f"shortening seed {seed}")
+    try:
+        run_plan(plan_for(seed, fixed))
+    except SimulationFailed as error:
+        best, last = shorten(seed, fixed, error, told=_tell)
+    else:
+        raise InvalidRequest(f"seed {seed} failed, but not again: something outside it decides")
+    repeat = command(plan_for(seed, best), best)
+    return Failure(seed, repeat, f"{last}\nrepeat it with: {repeat}")
+
+
+# -- a whole trace ---------------------------------------------------------------------------------
+
+
+def _production(options: argparse.Namespace) -> int:
+    faults = PRODUCTION_FAULTS
+    names = _faults(options.faults)
+    if names is not None:
+        faults = faults.only(names)
+    began = told = time.monotonic()
+
+    def tell(at_s: float, number: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _TELL_S:
+            told = time.monotonic()
+            _tell(f"request {number}, {at_s:.0f} virtual s in {told - began:.0f} s")
+
+    requests = read_trace(options.trace)
+    if options.limit is not None:
+        requests = (request for request, _ in zip(requests, range(options.limit), strict=False))
+    total, failures = Summary(), list[Failure]()
+    seed = _numbers(options.seeds)[0]
+    torch.set_num_threads(1)
+    try:
+        total.add(
+            production(
+                requests,
+                seed=seed,
+                scheduler=options.scheduler or "fcfs",
+                faults=faults,
+                workers=options.workers,
+                told=tell,
+            )
+        )
+    except SimulationFailed as error:
+        failures.append(Failure(seed, f"phloem simulate --trace {options.trace}", str(error)))
+    total.wall_s = time.monotonic() - began
+    _report(total, failures, options.json)
+    return 1 if failures else 0
+
+
+# -- telling ---------------------------------------------------------------------------------------
+
+
+def _tell(line: object) -> None:
+    print(f"simulate: {line}", file=sys.stderr, flush=True)
+
+
+def _report(total: Summary, failures: Sequence[Failure], json: str | None) -> None:
+    figures = total.figures()
+    if json is not None:
+        result = {**figures, "failures": [msgspec.to_builtins(failure) for failure in failures]}
+        text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
+        if json == "-":
+            print(text)
+            return
+        Path(json).write_text(text + "\n", encoding="utf-8")
+    for failure in failures:
+        print(failure.report)
+        print()
+    for line in _lines(total, figures):
+        print(line)
+    if failures:
+        print(f"{len(failures)} seeds failed; the first again: {failures[0].command}")
+
+
+def _lines(total: Summary, figures: dict[str, object]) -> Iterator[str]:
+    rate = total.seeds / total.wall_s if total.wall_s else 0.0
+    faster = total.virtual_s / total.wall_s if total.wall_s else 0.0
+    yield f"seeds        {total.seeds} without a violation, {rate:.1f} a second"
+    yield f"turns        {total.turns}, {total.steps} steps of the loop, {total.audits} audits"
+    yield f"virtual time {total.virtual_s:.1f} s, {faster:.0f} times faster than real"
+    yield f"requests     {_words(total.requests)}; {total.preempted} preemptions"
+    yield (
+        f"tokens       {total.prompt_tokens} of prompts, {total.hit_rate:.1%} reused, "
+        f"{total.output_tokens} of answers"
+    )
+    yield (
+        f"first token  median {figures['first_token_s_p50']} s, 95 % {figures['first_token_s_p95']}"
+        f" s, 99 % {figures['first_token_s_p99']} s"
+    )
+    yield f"evicted      {_words(total.evicted)}"
+    yield f"faults       {_words(total.injected)}"
+    yield f"verified     {total.bytes_checked / 2**20:.1f} MiB of KV and states read by steps"
+
+
+def _words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"

@@ -1,0 +1,286 @@
+"""Traces as streams of requests: one reader for each format, and a guess by the file's first line.
+
+Public traces hold no text. A prompt is given as ids of blocks of tokens, where an equal id means an
+equal whole prefix, or as token ids that were renumbered, or only by its length. Every reader gives
+`TraceRequest`s in the order of their times, one at a time, without requests that have no prompt: a
+trace of any length can be read in bounded memory where its format allows it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from phloem.errors import InvalidRequest
+
+__all__ = [
+    "Sessions",
+    "TraceRequest",
+    "read_agent_tokens",
+    "read_azure",
+    "read_mooncake",
+    "read_sessions",
+    "read_trace",
+]
+
+TokenIds = npt.NDArray[np.int32]
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a trace, `at_s` seconds after its start.
+
+    `blocks` are ids of blocks of `block_size` tokens (the last one may be partial), `length` the
+    tokens of the prompt, `output` those of the answer.
+    """
+
+    at_s: float
+    session: str
+    blocks: TokenIds
+    block_size: int
+    length: int
+    output: int
+
+    def tokens(self, *, shrink: int = 1) -> TokenIds:
+        """Token ids in which exactly those prefixes are equal that were equal in the trace.
+
+        `shrink` makes every block that many times shorter, for small simulations; a prompt keeps
+        at least one token.
+        """
+        size = max(1, self.block_size // shrink)
+        spread = self.blocks.astype(np.int64)[:, None] * size + np.arange(size)
+        length = max(1, min(self.length * size // self.block_size, spread.size))
+        return (spread.reshape(-1)[:length] % (2**31 - 1)).astype(np.int32)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8") as packed:
+                yield from enumerate(packed, 1)
+        else:
+            with path.open(encoding="utf-8") as plain:
+                yield from enumerate(plain, 1)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path.name} cannot be read: {error}") from error
+
+
+def _decoded(path: Path, kind: type[S]) -> Iterator[tuple[int, S]]:
+    decode = msgspec.json.Decoder(kind).decode
+    for number, line in _lines(path):
+        try:
+            yield number, decode(line)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"{path.name}, line {number}: {error}") from error
+
+
+# -- blocks of 512 tokens --------------------------------------------------------------------------
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read_mooncake(path: Path) -> Iterator[TraceRequest]:
+    """The format of Mooncake's traces: times in milliseconds, chained ids of 512-token blocks.
+
+    The last id stands for what is left and may be a partial block.
+    """
+    for number, line in _decoded(path, _Mooncake):
+        if not 0 < line.input_length <= 512 * len(line.hash_ids):
+            raise InvalidRequest(
+                f"{path.name}, line {number}: {line.input_length} tokens in {len(line.hash_ids)} "
+                f"blocks of 512"
+            )
+        yield TraceRequest(
+            at_s=line.timestamp / 1000,
+            session="",
+            blocks=np.array(line.hash_ids, np.int32),
+            block_size=512,
+            length=line.input_length,
+            output=line.output_length,
+        )
+
+
+# -- sessions of runs of 64-token blocks -----------------------------------------------------------
+
+
+class _Turn(msgspec.Struct):
+    t: float
+    model: str = ""
+    tokens: int = msgspec.field(name="in", default=0)
+    out: int = 0
+    runs: list[tuple[int, int]] = []
+    type: str = ""
+    requests: list[_Turn] = []
+
+
+class _Session(msgspec.Struct):
+    id: str
+    block_size: int
+    tool_tokens: int
+    requests: list[_Turn]
+
+
+class Sessions(msgspec.Struct, frozen=True, kw_only=True):
+    """How sessions without a common clock are laid out in time.
+
+    They start `every_s` apart; pauses inside a session are cut to `pause_max_s`. Sessions of one
+    model whose tool definitions have equal length share those (an assumption: ids are local to a
+    session in the file). `first`: so many sessions, None for all.
+    """
+
+    first: int | None = None
+    every_s: float = 30.0
+    pause_max_s: float = 300.0
+    share_tools: bool = True
+
+
+def read_sessions(path: Path, layout: Sessions | None = None) -> Iterator[TraceRequest]:
+    """Recorded agent sessions, one a line; sub-agents' requests are in their session.
+
+    The sessions that overlap are in memory together.
+    """
+    layout = layout or Sessions()
+    numbers: dict[object, int] = {}
+    waiting: list[tuple[float, int, TraceRequest]] = []
+    made = 0
+    for index, (_, session) in enumerate(_decoded(path, _Session)):
+        if layout.first is not None and index >= layout.first:
+            break
+        start = index * layout.every_s
+        while waiting and waiting[0][0] < start:
+            yield heapq.heappop(waiting)[2]
+        now, last = start, 0.0
+        for at, turn in sorted(_flat(session.requests, 0.0), key=lambda pair: pair[0]):
+            now += min(max(0.0, at - last), layout.pause_max_s)
+            last = at
+            blocks = _numbered(session, turn, layout, numbers)
+            if not len(blocks):
+                continue
+            request = TraceRequest(
+                at_s=now,
+                session=session.id,
+                blocks=blocks,
+                block_size=session.block_size,
+                length=len(blocks) * session.block_size,
+                output=turn.out,
+            )
+            heapq.heappush(waiting, (now, made, request))
+            made += 1
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
+def _flat(turns: Iterable[_Turn], offset: float) -> Iterator[tuple[float, _Turn]]:
+    for turn in turns:
+        if turn.type == "subagent":
+            yield from _flat(turn.requests, offset + turn.t)
+        else:
+            yield offset + turn.t, turn
+
+
+def _numbered(
+    session: _Session, turn: _Turn, layout: Sessions, numbers: dict[object, int]
+) -> TokenIds:
+    """Block ids that mean the same in all sessions."""
+    shared = session.tool_tokens // session.block_size if layout.share_tools else 0
+    local = [block for first, count in turn.runs for block in range(first, first + count)]
+    names = (
+        (turn.model, session.tool_tokens, place) if place < shared else (session.id, block)
+        for place, block in enumerate(local)
+    )
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int32)
+
+
+# -- token ids -------------------------------------------------------------------------------------
+
+
+class _Agent(msgspec.Struct):
+    s: int
+    t: float
+    ref: int
+    reuse: int
+    new: list[int]
+    out: list[int]
+
+
+def read_agent_tokens(path: Path) -> Iterator[TraceRequest]:
+    """Token ids, each prompt as a prefix of an earlier request (input and output) and the rest."""
+    before: list[TokenIds] = []
+    for number, line in _decoded(path, _Agent):
+        if not -1 <= line.ref < len(before):
+            raise InvalidRequest(f"{path.name}, line {number} refers to request {line.ref}")
+        begin = before[line.ref][: line.reuse] if line.ref >= 0 else np.empty(0, np.int32)
+        prompt = np.concatenate([begin, np.array(line.new, np.int32)])
+        before.append(np.concatenate([prompt, np.array(line.out, np.int32)]))
+        if not len(prompt):
+            continue
+        yield TraceRequest(
+            at_s=line.t,
+            session=str(line.s),
+            blocks=prompt,
+            block_size=1,
+            length=len(prompt),
+            output=len(line.out),
+        )
+
+
+# -- lengths only ----------------------------------------------------------------------------------
+
+
+def read_azure(path: Path) -> Iterator[TraceRequest]:
+    """Azure's inference traces: arrivals and lengths. No two prompts share anything."""
+    rows = csv.DictReader(line for _, line in _lines(path))
+    start: datetime | None = None
+    made = 0
+    for number, row in enumerate(rows, 2):
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            length, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except (KeyError, ValueError) as error:
+            raise InvalidRequest(f"{path.name}, line {number}: {error!r}") from error
+        start = start or at
+        if length < 1:
+            continue
+        yield TraceRequest(
+            at_s=(at - start).total_seconds(),
+            session="",
+            blocks=np.arange(made, made + length, dtype=np.int32),
+            block_size=1,
+            length=length,
+            output=output,
+        )
+        made = (made + length) % 2**30
+
+
+_BY_FIELD: tuple[tuple[str, Callable[[Path], Iterator[TraceRequest]]], ...] = (
+    ('"hash_ids"', read_mooncake),
+    ('"block_size"', read_sessions),
+    ('"reuse"', read_agent_tokens),
+    ("ContextTokens", read_azure),
+)
+
+
+def read_trace(path: Path) -> Iterator[TraceRequest]:
+    """The requests of a trace, plain or gzipped, whose format its first line tells.
+
+    Raises `InvalidRequest` for a file of no known format.
+    """
+    first = next(_lines(path), (0, ""))[1]
+    for field, reader in _BY_FIELD:
+        if field in first:
+            return reader(path)
+    raise InvalidRequest(f"{path.name} is no trace of a known format")
