@@ -13,14 +13,16 @@ from phloem.actors.tree import (
     Tree,
     Wanted,
 )
-from phloem.cuda_streams.engine import CopyCancelled, CopyFailed
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.specs import KVSpec, LayerSpec, StateSpec
 from phloem.cuda_streams.threads import WorkerStream
 from phloem.errors import (
     CacheCrashed,
     CacheReset,
+    CopyCancelled,
+    CopyFailed,
     EngineDead,
+    HostMemoryShort,
     InvalidRequest,
     NoRoom,
     OwnershipError,
@@ -49,6 +51,6 @@ __all__ = [
     "Placement", "Wanted", "Tree",
     # errors
     "PhloemError", "InvalidRequest", "NoRoom", "PoolFigures", "StaleHandle", "OwnershipError",
-    "TransferFailed", "CopyFailed", "CopyCancelled", "EngineDead", "CacheReset", "RuntimeClosed",
-    "CacheCrashed",
+    "TransferFailed", "CopyFailed", "CopyCancelled", "EngineDead", "HostMemoryShort",
+    "CacheReset", "RuntimeClosed", "CacheCrashed",
 ]  # fmt: skip

@@ -7,6 +7,8 @@
 | `StaleHandle` | acquire again |
 | `OwnershipError` | fix the call; nothing changed |
 | `TransferFailed` | compute again from `tokens_ok` |
+| `CopyFailed`, `CopyCancelled` | do without the data |
+| `HostMemoryShort` | ask for less, or do without the host tier |
 | `CacheReset`, `RuntimeClosed` | retry later, give up |
 | `EngineDead` | restart the process |
 | `CacheCrashed` | restart the runtime |
@@ -19,7 +21,10 @@ from typing import NamedTuple
 __all__ = [
     "CacheCrashed",
     "CacheReset",
+    "CopyCancelled",
+    "CopyFailed",
     "EngineDead",
+    "HostMemoryShort",
     "InvalidRequest",
     "NoRoom",
     "OwnershipError",
@@ -56,6 +61,24 @@ class TransferFailed(PhloemError):
     def __init__(self, message: str, *, tokens_ok: int = 0) -> None:
         super().__init__(f"{message} ({tokens_ok} tokens are still good)")
         self.tokens_ok = tokens_ok
+
+
+class CopyFailed(PhloemError):
+    """A copy ended without its data; the cause is chained. What had landed is undefined."""
+
+
+class CopyCancelled(CopyFailed):
+    """A copy ended because its owner asked for it, or because the engine closed."""
+
+
+class HostMemoryShort(PhloemError, MemoryError):
+    """The machine, or this process's share of it, has too little memory for the host tier."""
+
+    def __init__(self, asked: int, available: int, why: str = "") -> None:
+        tail = f": {why}" if why else ""
+        super().__init__(f"{asked} bytes of host memory asked, {available} available{tail}")
+        self.asked = asked
+        self.available = available
 
 
 class CacheReset(PhloemError):

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from phloem.cuda_streams.host import (
-    HostMemoryShort,
-    PinnedMemory,
-    available_bytes,
-    ordinary_memory,
-)
+from phloem.cuda_streams.host import PinnedMemory, available_bytes, ordinary_memory
 from phloem.cuda_streams.pools import DevicePools, HostPools
+from phloem.errors import HostMemoryShort
 from streams.bench import LAYOUT
 
 

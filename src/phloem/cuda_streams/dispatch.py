@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch
-from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket
+from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.fences import Fence, Post, Stream
-from phloem.errors import EngineDead, InvalidRequest, RuntimeClosed
+from phloem.errors import CopyCancelled, CopyFailed, EngineDead, InvalidRequest, RuntimeClosed
 
 __all__ = ["Dispatcher", "Fault", "waited_for"]
 

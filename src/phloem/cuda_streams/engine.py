@@ -26,7 +26,7 @@ from phloem.cuda_streams.batches import (
     CopyItem,
 )
 from phloem.cuda_streams.fences import Fence, LoopPoster, Post, StepTicket, Stream
-from phloem.errors import InvalidRequest, PhloemError
+from phloem.errors import CopyCancelled, CopyFailed, InvalidRequest
 
 __all__ = [
     # asking
@@ -37,14 +37,6 @@ __all__ = [
     # engines
     "CopyEngine",
 ]  # fmt: skip
-
-
-class CopyFailed(PhloemError):
-    """A copy ended without its data; the cause is chained. What had landed is undefined."""
-
-
-class CopyCancelled(CopyFailed):
-    """A copy ended because its owner asked for it, or because the engine closed."""
 
 
 class TicketState(enum.Enum):

@@ -13,26 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phloem.errors import PhloemError
+from phloem.errors import HostMemoryShort
 
-__all__ = [
-    "HostMemory", "HostMemoryShort", "PinnedMemory", "available_bytes", "ordinary_memory",
-]  # fmt: skip
+__all__ = ["HostMemory", "PinnedMemory", "available_bytes", "ordinary_memory"]
 
 _PAGE = 4096
-
-
-class HostMemoryShort(PhloemError, MemoryError):
-    """The machine, or this process's share of it, has too little memory for the host tier.
-
-    Ask for less, or do without the host tier.
-    """
-
-    def __init__(self, asked: int, available: int, why: str = "") -> None:
-        tail = f": {why}" if why else ""
-        super().__init__(f"{asked} bytes of host memory asked, {available} available{tail}")
-        self.asked = asked
-        self.available = available
 
 
 def _cut(flat: Tensor, nbytes: int) -> list[Tensor]:

@@ -18,14 +18,9 @@ import torch
 from torch import Tensor
 
 from phloem.cuda_streams.codec import Int8Codec
-from phloem.cuda_streams.host import (
-    HostMemory,
-    HostMemoryShort,
-    available_bytes,
-    ordinary_memory,
-)
+from phloem.cuda_streams.host import HostMemory, available_bytes, ordinary_memory
 from phloem.cuda_streams.specs import KVSpec, Layered, LayerSpec, StateSpec, aligned, torch_dtype
-from phloem.errors import InvalidRequest
+from phloem.errors import HostMemoryShort, InvalidRequest
 
 __all__ = ["DevicePools", "HostPools", "LayerKV", "Pair", "RowPool", "Tier"]
 

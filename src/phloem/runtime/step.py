@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -52,16 +51,7 @@ class Step:
 
     async def over(self) -> None:
         """Wait until the step will not touch its memory again. A cancelled caller leaves it be."""
-        if self.fence.passed:
-            return
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def wake() -> None:
-            if not over.done():
-                over.set_result(None)
-
-        self.fence.add_callback(wake)
-        await over
+        await self.fence.reached()
 
     def launched(self, ends: Mapping[Request, int], stream: Stream | None = None) -> None:
         """Everything is enqueued; each request will then be computed up to its end in `ends`.
