@@ -40,6 +40,7 @@ __all__ = [
     "Parked",
     "Refused",
     "RequestEnded",
+    "RequestForked",
     "RequestOpened",
     "ResetDone",
     "RootAdded",
@@ -113,6 +114,14 @@ class Acquired(Event, frozen=True, gc=False, kw_only=True):
     branch_point: int | None = None
     evicted_by: str = ""
     evicted_at: int = 0
+
+
+class RequestForked(Event, frozen=True, gc=False, kw_only=True):
+    """A request begins where `parent` stands, under a lease of its own."""
+
+    parent: str
+    lease: int
+    tokens: int
 
 
 class RequestEnded(Event, frozen=True, gc=False, kw_only=True):
@@ -321,7 +330,7 @@ class Refused(Event, frozen=True, gc=False, kw_only=True):
     """Something optional or impossible was not done. `what`: `room` or `checkpoint`.
 
     `why` is one of a few words, `detail` has the figures. `asked`: the turn in which room was asked
-    for.
+    for. For room: `no_room`, `deadlock`, `left` (cancelled, or out of time), `ended` (the request).
     """
 
     what: str

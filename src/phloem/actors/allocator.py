@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import msgspec
 
@@ -144,7 +145,7 @@ class AllocatorActor:
         reply = self._domain.later()
         waiter = _Waiter(message, reply, holder, self._domain.turns, self._domain.context)
         (self._holders if holder else self._newcomers).append(waiter)
-        reply.on_abandoned = self._retry_soon
+        reply.on_abandoned = partial(self._left, waiter)
         self._pump()
         if not reply.done and message.wait and self._emit is not None:
             self._emit(
@@ -290,12 +291,14 @@ class AllocatorActor:
         for waiter in self._waiters():
             if waiter.message.owner == message.owner:
                 self._remove(waiter)
+                self._tell_refused(waiter, "ended")
                 ended = StaleHandle(f"{message.owner!r} ended while it waited for room")
                 self._domain.fail(waiter.reply, ended)
         self._changed()
 
-    def _retry_soon(self) -> None:
-        """A waiter has left, which may let the next one go on."""
+    def _left(self, waiter: _Waiter) -> None:
+        """A waiter has left, cancelled or out of time, which may let the next one go on."""
+        self._tell_refused(waiter, "left")
         if self._domain.stopped is None:
             self._domain.send(self, Retry())
 
@@ -333,6 +336,19 @@ class AllocatorActor:
                 )
             )
         return error
+
+    def _tell_refused(self, waiter: _Waiter, why: str) -> None:
+        if self._emit is not None and waiter.message.wait:
+            self._emit(
+                Refused(
+                    turn=self._domain.turns,
+                    context=waiter.context,
+                    request=waiter.message.owner,
+                    what="room",
+                    why=why,
+                    asked=waiter.asked,
+                )
+            )
 
     def figures(self, pages: int, states: int) -> tuple[PoolFigures, ...]:
         """Both pools as a refusal of `pages` and `states` reports them."""

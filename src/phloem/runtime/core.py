@@ -19,7 +19,7 @@ from phloem.actors.tree.tree import Tree
 from phloem.cuda_streams.engine import CopyEngine, Fence, Post
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
-from phloem.events import Context, Refused, Sink
+from phloem.events import Context, Sink
 from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.request import Request
@@ -125,22 +125,8 @@ class Core:
             with anyio.fail_after(timeout):
                 grant = await self.domain.call(self.allocator, message, self._undo_grant)
         except TimeoutError:
-            error = NoRoom(self.allocator.figures(pages, states))
-            self._tell_refused(owner, error)
-            raise error from None
+            raise NoRoom(self.allocator.figures(pages, states)) from None
         return _granted(grant)
-
-    def _tell_refused(self, owner: str, error: NoRoom) -> None:
-        if self.emit is not None:
-            self.emit(
-                Refused(
-                    context=self.domain.caller_context(),
-                    request=owner,
-                    what="room",
-                    why="timeout",
-                    detail=str(error),
-                )
-            )
 
     def allocate_nowait(
         self, pages: int, states: int, owner: str, *, account: int = 0, evict: bool = True

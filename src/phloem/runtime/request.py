@@ -22,7 +22,7 @@ from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import InsertResult, Match
 from phloem.cuda_streams.engine import Fence
 from phloem.errors import InvalidRequest, NoRoom, StaleHandle
-from phloem.events import Refused, RequestEnded
+from phloem.events import Refused, RequestEnded, RequestForked
 from phloem.runtime.checks import integer
 
 if TYPE_CHECKING:
@@ -472,6 +472,16 @@ class Request:
             await self._copy_to(twin)
             self._check_alive()
             core.opened(twin)
+            if core.emit is not None:
+                core.emit(
+                    RequestForked(
+                        context=core.domain.caller_context(),
+                        request=twin.id,
+                        parent=self.id,
+                        lease=lease.id,
+                        tokens=self.computed,
+                    )
+                )
             twin._state_at = self._state_at
             twin.status = "running"
             ready = True

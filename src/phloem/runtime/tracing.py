@@ -77,6 +77,7 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.RuntimeStarted: logging.INFO,
     ev.RequestOpened: logging.INFO,
     ev.Acquired: logging.INFO,
+    ev.RequestForked: logging.INFO,
     ev.RequestEnded: logging.INFO,
     ev.Inserted: logging.INFO,
     ev.Evicted: logging.INFO,
