@@ -72,6 +72,10 @@ class TransferActor:
         """Copies that have not ended."""
         return len(self._tickets)
 
+    def operations(self) -> tuple[int, ...]:
+        """The numbers of the operations whose copies have not ended."""
+        return tuple(self._tickets)
+
     def _on_copy_state(self, action: CopyState) -> None:
         self._copy_state(action, ())
 

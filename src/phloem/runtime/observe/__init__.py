@@ -1,0 +1,1 @@
+"""What happened, for people: state rebuilt from logs, explanations, timelines, reports, metrics."""

@@ -1,0 +1,106 @@
+"""The state of a cache as a value: of a live one, or as rebuilt from events. Equal when equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import msgspec
+
+from phloem.actors.actions import TREE
+from phloem.actors.ledger import FREE, PARKED
+from phloem.runtime.core import Core
+
+__all__ = ["CacheState", "LeaseState", "NodeState", "RootState", "live_state", "runs_of"]
+
+
+class RootState(msgspec.Struct, frozen=True):
+    """The tree of a namespace. `marks`: content that is part of the namespace, in hex."""
+
+    node: int
+    namespace: tuple[str, str]
+    marks: str
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """A node, from token `start` to `end`; `pages` along its edge, `state`: a slot, or 0."""
+
+    id: int
+    parent: int
+    start: int
+    end: int
+    pages: list[int]
+    state: int
+
+
+class LeaseState(msgspec.Struct, frozen=True):
+    """A live lease; `state`: it protects the state at the boundary, too."""
+
+    id: int
+    owner: str
+    node: int
+    boundary: int
+    state: bool
+
+
+class CacheState(msgspec.Struct, frozen=True):
+    """Tree, leases, pools and what is under way.
+
+    `pools` has for each pool the owners of its places as runs `(owner, count)`, from place 1 on;
+    an owner is `free`, `parked`, `tree` or `grant of NAME`.
+    """
+
+    generation: int
+    roots: list[RootState]
+    nodes: list[NodeState]
+    leases: list[LeaseState]
+    pools: dict[str, list[tuple[str, int]]]
+    copies: list[int]
+    waiting: int
+    requests: list[str]
+
+
+def runs_of(owners: Iterable[str]) -> list[tuple[str, int]]:
+    """`(owner, count)` for each run of equal owners."""
+    return [(owner, sum(1 for _ in run)) for owner, run in groupby(owners)]
+
+
+def live_state(core: Core) -> CacheState:
+    """What a runtime looks like now, between two turns."""
+    tree = core.tree
+    roots = [
+        RootState(root.id, (adapter, salt), marks.hex())
+        for (adapter, salt, marks), root in tree.radix.roots.items()
+    ]
+    nodes: list[NodeState] = []
+    for node in tree.radix:
+        assert node.parent is not None
+        nodes.append(
+            NodeState(
+                node.id, node.parent.id, node.parent.end, node.end, node.pages.tolist(), node.state
+            )
+        )
+    leases = [
+        LeaseState(lease.id, lease.owner, lease.anchor.id, lease.anchor.end, lease.has_state)
+        for lease in tree.leases.live.values()
+    ]
+    return CacheState(
+        generation=tree.generation,
+        roots=sorted(roots, key=lambda root: root.node),
+        nodes=sorted(nodes, key=lambda node: node.id),
+        leases=sorted(leases, key=lambda lease: lease.id),
+        pools={"kv": runs_of(_owners(core, "kv")), "state": runs_of(_owners(core, "state"))},
+        copies=sorted(core.transfer.operations()),
+        waiting=sum(message.wait for message in core.allocator.queue()),
+        requests=sorted(core.requests),
+    )
+
+
+def _owners(core: Core, component: str) -> Iterator[str]:
+    ledger = core.ledger
+    pool = ledger.kv if component == "kv" else ledger.state
+    names = {FREE: "free", PARKED: "parked", TREE: "tree"}
+    for place in range(1, pool.size + 1):
+        owner = pool.owner_of(place)
+        name = names.get(owner)
+        yield name if name is not None else f"grant of {ledger.accounts[owner].owner}"

@@ -1,0 +1,141 @@
+"""Random work on a runtime, with everything that leaves traces: for the tests of what is told."""
+
+from __future__ import annotations
+
+import random
+
+from phloem import (
+    CacheConfig,
+    CacheRuntime,
+    ModelLayout,
+    Namespace,
+    NoRoom,
+    Placement,
+    Request,
+    StaleHandle,
+    StateSpec,
+)
+
+PAGE = 2
+
+
+def layout(hybrid: bool) -> ModelLayout:
+    if not hybrid:
+        return ModelLayout.attention_only(layers=1, kv_heads=1, head_dim=4, kv_dtype="float32")
+    return ModelLayout.hybrid(
+        kv_layers=1,
+        kv_heads=1,
+        head_dim=4,
+        kv_dtype="float32",
+        states=[StateSpec("h", (4,), "float32", layers=1)],
+    )
+
+
+def config(hybrid: bool, *, inline: bool = True) -> CacheConfig:
+    return CacheConfig(
+        layout=layout(hybrid),
+        page_size=PAGE,
+        state_chunk=2 * PAGE,
+        device_pages=40,
+        device_states=8 if hybrid else 0,
+        inline=inline,
+        placement=Placement(max_states_per_path=3),
+    )
+
+
+class Driver:
+    """Draws operations from a seed; at most a few requests live at once."""
+
+    def __init__(self, cache: CacheRuntime, seed: int) -> None:
+        self.cache = cache
+        self.rng = random.Random(seed)
+        self.live: list[Request] = []
+        self.prompts: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+        self.opened = 0
+
+    def prompt(self) -> list[int]:
+        rng = self.rng
+        base = rng.choice(self.prompts)
+        tokens = base[: rng.randint(1, len(base))] + [
+            rng.randint(0, 3) for _ in range(rng.randint(1, 14))
+        ]
+        self.prompts = [*self.prompts[-12:], tokens]
+        return tokens[:40]
+
+    async def operate(self) -> None:
+        """One operation, whatever comes of it."""
+        what = self.rng.random()
+        try:
+            if what < 0.4 or not self.live:
+                await self.open()
+            elif what < 0.75:
+                await self.compute(self.rng.choice(self.live))
+            elif what < 0.9:
+                await self.leave(self.live.pop(self.rng.randrange(len(self.live))))
+            elif what < 0.94:
+                await self.cache.evict(pages=self.rng.randint(0, 6), states=self.rng.randint(0, 1))
+            elif what < 0.97:
+                self.low_level()
+            elif what < 0.99:
+                await self.fork(self.rng.choice(self.live))
+            else:
+                await self.cache.reset()
+        except NoRoom:
+            if self.live:
+                self.live.pop(0).abort()
+
+    async def open(self) -> None:
+        if len(self.live) >= 4:
+            self.live.pop(0).abort()
+        self.opened += 1
+        namespace = Namespace(adapter=self.rng.choice(["", "lora"]))
+        request = await self.cache.open_request(
+            self.prompt(), id=f"r{self.opened}", namespace=namespace
+        )
+        self.live.append(request)
+
+    async def compute(self, request: Request) -> None:
+        if request.status == "running" and self.rng.random() < 0.3:
+            await request.advance()
+        await request.allocate(request.length - request.computed, wait=False)
+        await request.ready()
+        if request.computed < request.length:
+            _, end = request.next_stop(self.rng.choice([4, 8, 64]))
+            with self.cache.step([request]) as step:
+                step.launched({request: end})
+        if self.rng.random() < 0.7:
+            await request.checkpoint()
+
+    async def leave(self, request: Request) -> None:
+        if request.status == "running" and self.rng.random() < 0.7:
+            await request.finish(publish=self.rng.choice(["all", "prompt", "none"]))
+        else:
+            request.abort()
+
+    async def fork(self, request: Request) -> None:
+        if request.status == "running" and request.computed == request.settled:
+            self.opened += 1
+            try:
+                self.live.append(await request.fork(f"r{self.opened}"))
+            except StaleHandle:  # the cache was reset since it opened
+                request.abort()
+                self.live.remove(request)
+
+    def low_level(self) -> None:
+        cache, nowait = self.cache, self.cache.nowait
+        tokens = self.prompt()
+        lease = nowait.acquire(tokens, owner="low")
+        pages = len(tokens) // PAGE - lease.boundary // PAGE
+        try:
+            grant = nowait.allocate(pages=pages, owner="low")
+        except NoRoom:
+            cache.release(lease)
+            raise
+        nowait.insert(tokens, pages=grant.pages, lease=lease)
+        cache.release(lease)
+        if pages:
+            cache.release(grant)
+
+    async def close(self) -> None:
+        while self.live:
+            await self.leave(self.live.pop())

@@ -1,0 +1,96 @@
+"""State rebuilt from events equals the live state, at every instant."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from observe.driver import Driver, config
+
+from phloem import CacheRuntime, InvalidRequest, events
+from phloem.runtime.observe.history import History, replay
+from phloem.runtime.observe.state import CacheState, live_state
+from phloem.runtime.tracing import open_log
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_rebuilt_state_is_the_live_one(hybrid: bool, seed: int) -> None:
+    history = History()
+    kinds: set[str] = set()
+
+    def sink(event: events.Event) -> None:
+        history.add(0.0, event)
+        kinds.add(type(event).__name__)
+        if isinstance(event, events.TreeChanged):
+            kinds.update(type(change).__name__ for change in event.changes)
+
+    async with CacheRuntime(config(hybrid), events=sink) as cache:
+        driver = Driver(cache, seed)
+        for _ in range(800):
+            await driver.operate()
+            assert history.state() == live_state(cache.core)
+        await driver.close()
+        await cache.audit()
+        assert history.state() == live_state(cache.core)
+        assert history.counts("kv") == {
+            name: getattr(cache.stats().kv, name) for name in ("free", "parked", "tree", "granted")
+        }
+    # The run has gone everywhere, or it shows nothing.
+    wanted = {"NodeAdded", "NodeSplit", "NodeRemoved", "TailCut", "ResetDone", "RequestForked"}
+    if hybrid:
+        wanted |= {"StatePut", "StateTaken", "NodesMerged", "CopyEnded", "Refused"}
+    assert wanted <= kinds
+
+
+async def test_a_log_gives_the_state_at_any_time(tmp_path: Path) -> None:
+    clock = itertools.count(1)
+    path = tmp_path / "log"
+    states: dict[float, CacheState] = {}
+    with open_log(path, clock=lambda: float(next(clock))) as log:
+        async with CacheRuntime(config(True), events=log) as cache:
+            driver = Driver(cache, 7)
+            for _ in range(30):
+                for _ in range(10):
+                    await driver.operate()
+                states[float(next(clock))] = live_state(cache.core)
+            await driver.close()
+        async with CacheRuntime(config(True), events=log) as cache:
+            await Driver(cache, 8).operate()
+            last = live_state(cache.core)
+    for time, state in states.items():
+        assert replay(path, until=time).state() == state
+    assert replay(path, run=2).state().nodes == last.nodes
+    assert replay(path, run=1).state() != replay(path).state()
+    with pytest.raises(InvalidRequest, match="has 2 runs, no run 3"):
+        replay(path, run=3)
+
+
+async def test_a_log_with_gaps_is_refused(tmp_path: Path) -> None:
+    whole, gaps, info = tmp_path / "log", tmp_path / "gaps", tmp_path / "info"
+    with open_log(whole) as log, open_log(info, level="info") as few:
+
+        def both(event: events.Event) -> None:
+            log(event)
+            few(event)
+
+        async with CacheRuntime(config(True), events=both) as cache:
+            driver = Driver(cache, 3)
+            for _ in range(60):
+                await driver.operate()
+            await driver.close()
+    with pytest.raises(InvalidRequest, match="leaves events out \\(level info"):
+        replay(info).state()
+    lines = whole.read_bytes().splitlines(keepends=True)
+    grants = [n for n, line in enumerate(lines) if b'"event":"Granted"' in line]
+    gaps.write_bytes(b"".join(lines[: grants[5]] + lines[grants[5] + 1 :]))
+    with pytest.raises(InvalidRequest, match="the log is not whole"):
+        replay(gaps).state()
+    dropped = b'{"event":"EventsDropped","time":1.0,"level":"warning","count":3}\n'
+    gaps.write_bytes(b"".join(lines) + dropped)
+    with pytest.raises(InvalidRequest, match="3 events were dropped"):
+        replay(gaps).state()
+    gaps.write_bytes(b"".join(line for line in lines if b"RuntimeStarted" not in line))
+    with pytest.raises(InvalidRequest, match="no RuntimeStarted"):
+        replay(gaps).state()
