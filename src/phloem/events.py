@@ -299,6 +299,7 @@ class Freed(Event, frozen=True, gc=False, kw_only=True):
     component: str
     ids: list[int]
     owner: int
+    tier: str = "device"
 
 
 class Parked(Event, frozen=True, gc=False, kw_only=True):
@@ -316,6 +317,7 @@ class Granted(Event, frozen=True, gc=False, kw_only=True):
     pages: list[int]
     states: list[int]
     asked: int = 0
+    tier: str = "device"
 
 
 class Waited(Event, frozen=True, gc=False, kw_only=True):

@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from phloem.actors.actions import FreeDeviceSlots, Ids
+from phloem.actors.actions import FreeDeviceSlots, Ids, Reserve
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
 from phloem.actors.messages import (
@@ -23,6 +23,8 @@ from phloem.actors.messages import (
     GiveBack,
     MadeRoom,
     MakeRoom,
+    NotReserved,
+    Reserved,
     Retry,
     Ripe,
     Withdraw,
@@ -71,16 +73,23 @@ class TreeView:
 
 
 class _Waiter:
-    __slots__ = ("asked", "context", "holder", "message", "reply", "tried")
+    __slots__ = ("asked", "context", "holder", "message", "op", "reply", "tried")
 
     def __init__(
-        self, message: Allocate, reply: Reply, holder: bool, asked: int, context: Context
+        self,
+        message: Allocate,
+        reply: Reply,
+        holder: bool,
+        asked: int,
+        context: Context,
+        op: int = 0,
     ) -> None:
         self.message = message
         self.reply = reply
         self.holder = holder
         self.asked = asked  # the turn of its message ...
         self.context = context  # ... and what its caller had bound
+        self.op = op  # of the tree's operation that asks, which is answered by message; 0: a caller
         self.tried = False  # the tree could not help since anything last changed
 
 
@@ -108,6 +117,7 @@ class AllocatorActor:
             MadeRoom: self._on_made_room,
             Retry: self._on_retry,
             Ripe: self._on_ripe,
+            Reserve: self._on_reserve,
             Withdraw: self._on_withdraw,
         }
 
@@ -159,6 +169,19 @@ class AllocatorActor:
                 )
             )
         return LATER
+
+    def _on_reserve(self, action: Reserve) -> None:
+        """Room for an operation of the tree, which never waits behind anybody."""
+        domain, ledger = self._domain, self._ledger
+        message = Allocate(action.pages, action.states, f"op {action.op}")
+        assert self._tree is not None
+        too_much = action.pages > ledger.kv.size or action.states > ledger.state.size
+        if too_much or self._holders or self._newcomers:
+            domain.send(self._tree, NotReserved(action.op))
+            return
+        waiter = _Waiter(message, Reply(), False, domain.turns, domain.context, action.op)
+        self._newcomers.append(waiter)
+        self._pump()
 
     def _fits(self, message: Allocate) -> bool:
         ledger = self._ledger
@@ -230,14 +253,24 @@ class AllocatorActor:
     def _serve(self, waiter: _Waiter) -> None:
         self._remove(waiter)
         others, self._domain.context = self._domain.context, waiter.context
-        self._domain.complete(waiter.reply, self._grant(waiter.message, waiter.asked))
+        grant = self._grant(waiter.message, waiter.asked)
+        if waiter.op:
+            assert self._tree is not None
+            reserved = Reserved(waiter.op, grant.account, grant.pages, grant.states)
+            self._domain.send(self._tree, reserved)
+        else:
+            self._domain.complete(waiter.reply, grant)
         self._domain.context = others
 
     def _refuse(self, waiter: _Waiter, *, deadlock: bool = False) -> None:
         self._remove(waiter)
         others, self._domain.context = self._domain.context, waiter.context
         error = self._no_room(waiter.message, deadlock=deadlock, asked=waiter.asked)
-        self._domain.fail(waiter.reply, error)
+        if waiter.op:
+            assert self._tree is not None
+            self._domain.send(self._tree, NotReserved(waiter.op))
+        else:
+            self._domain.fail(waiter.reply, error)
         self._domain.context = others
 
     def _remove(self, waiter: _Waiter) -> None:

@@ -25,7 +25,9 @@ __all__ = [
     "GiveBack",
     "Insert",
     "Join",
+    "MadeHostRoom",
     "MadeRoom",
+    "MakeHostRoom",
     "MakeRoom",
     "Match",
     "Open",
@@ -159,6 +161,14 @@ class Copied(Message, frozen=True, gc=False, eq=False):
     error: BaseException | None
 
 
+class MakeHostRoom(Message, frozen=True, gc=False, eq=False):
+    """Free exactly what an operation is short of in the host tier, or nothing if it cannot be."""
+
+    pages: int
+    states: int
+    op: int
+
+
 class Reserved(Message, frozen=True, gc=False, eq=False):
     """The room that an operation asked for: ids of its tier's pools, owned by `account` there."""
 
@@ -237,6 +247,10 @@ class MadeRoom(Message, frozen=True, gc=False, eq=False):
     """The tree has done what it could for the allocation that asked last."""
 
     enough: bool
+
+
+class MadeHostRoom(Message, frozen=True, gc=False, eq=False):
+    """The tree has done what it could for the reservation that the host allocator asked for."""
 
 
 class Retry(Message, frozen=True, gc=False, eq=False):
