@@ -211,6 +211,10 @@ class Tree:
         if lease.session is not None:
             self.sessions.stand(lease.session, lease.anchor)
 
+    def close_session(self, name: str) -> bool:
+        """End a session; False when there was none. What it stood on becomes ordinary cache."""
+        return self.sessions.close(name)
+
     def _prefer(self, node: Node, priority: int, keep_until: int) -> None:
         """Raise the priority of a path, from its end up to where it is as high already."""
         at = node
