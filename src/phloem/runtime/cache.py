@@ -33,6 +33,7 @@ from phloem.runtime.nowait import (
     limit_of,
     release_handle,
 )
+from phloem.runtime.observe.explain import Explanation, explain_live
 from phloem.runtime.request import Request, check_breakpoints
 from phloem.runtime.step import Step
 from phloem.runtime.tracing import caller_context
@@ -339,6 +340,21 @@ class CacheRuntime:
         match = await core.domain.call(core.tree_actor, message, _undo_nothing)
         assert isinstance(match, Match)
         return match
+
+    async def explain(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = None,
+        marks: Sequence[ContentMark] = (),
+        whole: bool = False,
+    ) -> Explanation:
+        """Why a prompt would hit as far as it does and no further; a pure read, for the operator.
+
+        It also says what other namespaces hold of the same tokens: not to be shown to callers.
+        """
+        key = TokenKey.of(tokens, namespace, marks)
+        return explain_live(self.core, key, limit_of(key, whole))
 
     async def acquire(
         self,

@@ -1,0 +1,282 @@
+"""Why a prompt hit as far as it did and no further: from a log, or of a live cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from phloem.actors import messages as m
+from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
+from phloem.actors.tree.node import NO_SLOT
+from phloem.actors.tree.results import Match
+from phloem.errors import InvalidRequest
+from phloem.events import (
+    Acquired,
+    Event,
+    Evicted,
+    Granted,
+    Inserted,
+    Refused,
+    RequestEnded,
+    RequestOpened,
+    RuntimeStarted,
+    Waited,
+)
+from phloem.runtime.core import Core
+from phloem.runtime.observe.history import History, LostState
+from phloem.runtime.tracing import read_log
+
+__all__ = ["Explanation", "Reason", "explain_live", "explain_request", "readable"]
+
+_NAMESPACES_MAX = 1000  # looked at for what another namespace holds
+_MEANING = {
+    "last_token": "the last token is always computed, for its logits",
+    "partial_page": "they do not fill a page: only whole pages are cached",
+    "never_seen": "nobody has published them in this namespace since the cache began",
+    "evicted": "they were cached and made room",
+    "forgotten": "they were probably cached, too long ago to say when they went",
+    "no_state": "their KV is cached, but there is no state at the end of it to go on from",
+}
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Tokens that are not reused, why, and what is known of it."""
+
+    why: str
+    tokens: int
+    text: str
+    details: list[str] = []
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """How far a prompt of `tokens` was cached; the tokens of `reasons` add up to the rest.
+
+    `remedies` say what would have made more of it a hit, `later` what became of the request.
+    """
+
+    request: str
+    namespace: tuple[str, str]
+    tokens: int
+    usable: int
+    kv_prefix: int
+    branch_point: int | None
+    reasons: list[Reason]
+    remedies: list[str]
+    later: list[str]
+
+
+# -- of a live cache ------------------------------------------------------------------------------
+
+
+def explain_live(core: Core, key: TokenKey, limit: int) -> Explanation:
+    """What a lookup of the first `limit` tokens finds now, and why no more. A pure read.
+
+    For the operator: it also says what other namespaces hold of the same tokens.
+    """
+    match = core.run(m.Match(key, limit))
+    assert isinstance(match, Match)
+    page_bytes = core.tree.radix.page_bytes
+    walk = core.tree.radix.walk(key, limit // core.config.page_size * page_bytes)
+    bare = [node.end for node in walk.path if node.end > match.usable and node.state == NO_SLOT]
+    details: dict[str, list[str]] = {
+        "no_state": [f"nodes without a state end at {bare}"] if bare else [],
+        "evicted": [_made_room(match.evicted_by, f"use {match.evicted_at} of {core.tree.now}")],
+        "never_seen": list(_elsewhere(core, key, limit, match.kv_prefix)),
+    }
+    lost = {str(why): tokens for why, tokens in match.lost.items()}
+    return Explanation(
+        request="",
+        namespace=key.namespace,
+        tokens=match.tokens,
+        usable=match.usable,
+        kv_prefix=match.kv_prefix,
+        branch_point=match.branch_point,
+        reasons=_reasons(lost, details),
+        remedies=_remedies(lost, match.usable, match.branch_point, core.config.page_size),
+        later=[],
+    )
+
+
+def _elsewhere(core: Core, key: TokenKey, limit: int, known: int) -> Iterator[str]:
+    page_size = core.config.page_size
+    for adapter, salt, marks in islice(core.tree.radix.roots, _NAMESPACES_MAX):
+        if (adapter, salt, marks) == key.root:
+            continue
+        other = TokenKey(key.data, type(key.namespace)(adapter, salt), marks)
+        walk = core.tree.radix.walk(other, limit // page_size * core.tree.radix.page_bytes)
+        tokens = (walk.path[-1].end if walk.path else 0) + walk.inside // TOKEN_BYTES
+        if tokens > known:
+            yield f"namespace {(adapter, salt)} has {tokens} tokens of them and shares none"
+
+
+# -- from a log -----------------------------------------------------------------------------------
+
+
+def explain_request(path: str | Path, request: str, run: int | None = None) -> Explanation:
+    """Explain what the log says of a request, or of the owner of a lease, by its name.
+
+    The last one of that name, in the run `run` or the last that has it. Needs the events of level
+    `info`; with all of them it also says which states were lost, and when. Raises `InvalidRequest`
+    when the log has no such request.
+    """
+    history, story = History(), _Story()
+    for entry in read_log(path):
+        event = entry.event
+        history.add(entry.time, event)
+        if isinstance(event, RuntimeStarted):
+            story.page_size = event.page_size
+            story.evictions.clear()
+        elif isinstance(event, Evicted):
+            story.evictions[event.use, event.request] = (entry.time, event)
+        if event.request != request or (run is not None and history.run != run):
+            continue
+        if isinstance(event, RequestOpened | Acquired):
+            story.begin(entry.time, event, history)
+        elif story.opened is not None:
+            story.went_on(entry.time, event)
+    if story.opened is None:
+        where = "" if run is None else f" in run {run}"
+        raise InvalidRequest(f"{path} has no request {request!r}{where}")
+    return story.explanation()
+
+
+class _Story:
+    """What is known of one request."""
+
+    def __init__(self) -> None:
+        self.page_size = 1
+        self.opened: RequestOpened | Acquired | None = None
+        self.evictions: dict[tuple[int, str], tuple[float, Evicted]] = {}
+        self._time = 0.0
+        self._details: dict[str, list[str]] = {}
+        self._later: list[str] = []
+        self._published = 0
+
+    def begin(self, time: float, event: RequestOpened | Acquired, history: History) -> None:
+        """It was opened here; what is known of the tree at this instant is in `history`."""
+        self.opened, self._time, self._later = event, time, []
+        self._published = event.usable
+        self._details = {}
+        if "evicted" in event.lost:
+            found = self.evictions.get((event.evicted_at, event.evicted_by))
+            self._details["evicted"] = [self._eviction(event, found)]
+        if "no_state" in event.lost:
+            known = not history.incomplete and bool(history.path(event.reached))
+            lost = [lost for node in history.path(event.reached) for lost in node.lost]
+            self._details["no_state"] = list(self._states(event, lost, known))
+
+    def _eviction(
+        self, event: RequestOpened | Acquired, found: tuple[float, Evicted] | None
+    ) -> str:
+        if found is None:
+            return _made_room(event.evicted_by, f"use {event.evicted_at} of the tree")
+        time, evicted = found
+        chosen = [victim for victim in evicted.victims if victim.what != "state"]
+        scores = ", ".join(f"{v.score} (tokens up to {v.end})" for v in chosen[:3])
+        return (
+            f"{_made_room(evicted.request, _ago(self._time - time))}, turn {evicted.turn}; "
+            f"{evicted.policy or 'the policy'} gave the victims {scores or 'no score'}"
+        )
+
+    def _states(
+        self, event: RequestOpened | Acquired, lost: list[LostState], known: bool
+    ) -> Iterator[str]:
+        between = [one for one in lost if event.usable < one.position <= event.kv_prefix]
+        for one in between:
+            whom = f" for {one.by}" if one.by else ""
+            yield (
+                f"there was a state at {one.position}; it went {_ago(self._time - one.time)}"
+                f"{whom} ({one.why}, score {one.score})"
+            )
+        if known and not between:
+            yield "nobody has made a state there since the KV was published"
+        if not known:
+            yield "the log does not tell of nodes (level debug does), so what states were lost"
+
+    def went_on(self, time: float, event: Event) -> None:
+        """Something happened to it afterwards."""
+        after = f"after {time - self._time:.3f} s"
+        if isinstance(event, Waited):
+            self._later.append(f"{after}: waited for {event.pages} pages and {event.states} states")
+        elif isinstance(event, Granted) and event.asked != event.turn:
+            self._later.append(f"{after}: was given what it had waited for")
+        elif isinstance(event, Refused):
+            self._later.append(f"{after}: {event.what} refused: {event.why}")
+        elif isinstance(event, Inserted) and event.published > self._published:
+            self._published = event.published
+            state = "with a state" if event.state == "adopted" else "without a new state"
+            self._later.append(f"{after}: published up to {event.published}, {state}")
+        elif isinstance(event, RequestEnded):
+            taken = event.reused - (self.opened.usable if self.opened is not None else 0)
+            over = f", took {taken} over from others" if taken else ""
+            self._later.append(f"{after}: {event.how}, computed {event.computed}{over}")
+
+    def explanation(self) -> Explanation:
+        """All of it."""
+        event = self.opened
+        assert event is not None
+        remedies = _remedies(event.lost, event.usable, event.branch_point, self.page_size)
+        if isinstance(event, RequestOpened) and event.wanted:
+            wanted = ", ".join(f"{position} ({why})" for position, why in event.wanted)
+            remedies.append(f"for the next one, it was asked to leave states at {wanted}")
+        return Explanation(
+            request=event.request,
+            namespace=event.namespace,
+            tokens=event.tokens,
+            usable=event.usable,
+            kv_prefix=event.kv_prefix,
+            branch_point=event.branch_point,
+            reasons=_reasons(event.lost, self._details),
+            remedies=remedies,
+            later=self._later,
+        )
+
+
+# -- in words -------------------------------------------------------------------------------------
+
+
+def _reasons(lost: dict[str, int], details: dict[str, list[str]]) -> list[Reason]:
+    return [
+        Reason(why, tokens, _MEANING.get(why, why), details.get(why, []))
+        for why, tokens in lost.items()
+    ]
+
+
+def _remedies(lost: dict[str, int], usable: int, branch: int | None, page_size: int) -> list[str]:
+    remedies: list[str] = []
+    if branch is not None:
+        remedies.append(f"a state at {branch} would have saved {branch - usable} tokens")
+    if "evicted" in lost:
+        pages = -(-lost["evicted"] // page_size)
+        remedies.append(f"{pages} more pages for the cache, or a policy that had kept these")
+    return remedies
+
+
+def _made_room(by: str, when: str) -> str:
+    return f"the first of them made room for {by or 'a caller of evict'} ({when})"
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.3f} s before"
+
+
+def readable(explanation: Explanation) -> str:
+    """The explanation as text, for a terminal."""
+    e = explanation
+    name = f"request {e.request}: " if e.request else ""
+    namespace = f" in namespace {e.namespace}" if any(e.namespace) else ""
+    lines = [
+        f"{name}{e.usable} of {e.tokens} tokens reusable, KV of {e.kv_prefix}{namespace}",
+        f"not reused: {sum(reason.tokens for reason in e.reasons)}",
+    ]
+    for reason in e.reasons:
+        lines.append(f"  {reason.tokens:>8}  {reason.why}: {reason.text}")
+        lines.extend(f"            - {detail}" for detail in reason.details)
+    for title, items in (("what would have helped", e.remedies), ("afterwards", e.later)):
+        if items:
+            lines.append(f"{title}:")
+            lines.extend(f"  - {item}" for item in items)
+    return "\n".join(lines)

@@ -1,0 +1,117 @@
+"""Explanations: every token that is not reused has a reason, and the right one."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from observe.driver import Driver, config
+
+from phloem import CacheRuntime, InvalidRequest, Namespace, events
+from phloem.runtime.observe.explain import Explanation, explain_request, readable
+from phloem.runtime.observe.state import live_state
+from phloem.runtime.tracing import open_log, read_log
+
+
+async def serve(cache: CacheRuntime, tokens: list[int], name: str, *, state: bool = True) -> None:
+    async with cache.request(tokens, id=name) as request:
+        await request.allocate(len(tokens) - request.computed)
+        await request.ready()
+        while request.computed < len(tokens):
+            start, end = request.next_stop(4)
+            with cache.step([request]) as step:
+                step.launched({request: end})
+            assert end > start
+            await request.checkpoint(state=state if end % 4 == 0 else False)
+        await request.finish(publish="prompt")
+
+
+def reasons(explanation: Explanation) -> dict[str, int]:
+    assert explanation.tokens - explanation.usable == sum(r.tokens for r in explanation.reasons)
+    return {reason.why: reason.tokens for reason in explanation.reasons}
+
+
+def detail(explanation: Explanation, why: str) -> str:
+    (reason,) = (reason for reason in explanation.reasons if reason.why == why)
+    return "; ".join(reason.details)
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+async def test_a_live_cache_explains_itself() -> None:
+    async with CacheRuntime(config(True)) as cache:
+        cold = await cache.explain(PROMPT)
+        assert reasons(cold) == {"last_token": 1, "never_seen": 10}
+        await serve(cache, PROMPT, "a")
+        before = live_state(cache.core)
+        warm = await cache.explain(PROMPT)
+        assert (warm.usable, warm.kv_prefix) == (8, 10)
+        assert reasons(warm) == {"last_token": 1, "no_state": 2}
+        other = await cache.explain(PROMPT, namespace=Namespace(salt="x"))
+        assert "namespace ('', '') has 10 tokens of them" in detail(other, "never_seen")
+        assert live_state(cache.core) == before  # explaining changes nothing
+        await cache.evict(states=8)
+        bare = await cache.explain(PROMPT)
+        assert reasons(bare)["no_state"] == 10 and bare.branch_point == 8
+        assert "a state at 8 would have saved 8 tokens" in bare.remedies
+        await cache.evict(pages=5)
+        gone = await cache.explain(PROMPT)
+        assert reasons(gone) == {"last_token": 1, "evicted": 10}
+        assert "made room for a caller of evict (use" in detail(gone, "evicted")
+        assert "5 more pages for the cache" in "; ".join(gone.remedies)
+
+
+async def test_a_log_explains_a_request(tmp_path: Path) -> None:
+    path, clock = tmp_path / "log", itertools.count(1)
+    with open_log(path, clock=lambda: float(next(clock))) as log:
+        async with CacheRuntime(config(True), events=log) as cache:
+            await serve(cache, PROMPT, "first")
+            await cache.evict(states=8)
+            await serve(cache, PROMPT, "bare")
+            await cache.evict(pages=40, states=8)
+            big = [50 + n for n in range(78)]
+            await serve(cache, PROMPT, "again")
+            await serve(cache, big, "big", state=False)
+            await serve(cache, PROMPT, "victim")
+    first = explain_request(path, "first")
+    assert reasons(first) == {"last_token": 1, "never_seen": 10}
+    assert any("published up to 8, with a state" in line for line in first.later)
+    assert "finished, computed 11" in first.later[-1]
+    bare = explain_request(path, "bare")
+    assert reasons(bare) == {"last_token": 1, "no_state": 10}
+    assert re.search(
+        r"there was a state at 8; it went \d.* \(asked, score", detail(bare, "no_state")
+    )
+    victim = explain_request(path, "victim")
+    assert reasons(victim)["evicted"] == 10
+    assert "made room for big" in detail(victim, "evicted")
+    assert "lru gave the victims" in detail(victim, "evicted")
+    text = readable(victim)
+    assert text.startswith("request victim: 0 of 11 tokens reusable, KV of 0")
+    with pytest.raises(InvalidRequest, match="has no request 'nobody' in run 1"):
+        explain_request(path, "nobody", run=1)
+
+
+async def test_reasons_add_up_for_every_request_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open_log(path) as log:
+        async with CacheRuntime(config(True), events=log) as cache:
+            driver = Driver(cache, 5)
+            for _ in range(400):
+                await driver.operate()
+            await driver.close()
+    seen: set[str] = set()
+    opened = 0
+    for entry in read_log(path):
+        if isinstance(entry.event, events.RequestOpened | events.Acquired):
+            opened += 1
+            seen.update(entry.event.lost)
+            assert sum(entry.event.lost.values()) == entry.event.tokens - entry.event.usable
+    assert opened > 100
+    assert {"last_token", "partial_page", "never_seen", "evicted", "no_state"} <= seen
+    for number in range(1, 100, 7):
+        explanation = explain_request(path, f"r{number}")
+        assert sum(reasons(explanation).values()) == explanation.tokens - explanation.usable
