@@ -62,7 +62,7 @@ def test_the_quick_demo(
     report = msgspec.json.decode(json.read_bytes(), type=Report)
     assert report.failures == []
     assert [c.workload for c in report.comparisons] == [
-        "conversations", "agent_airline", "together",
+        "conversations", "agent_taubench_airline", "together",
     ]  # fmt: skip
     for comparison in report.comparisons:
         assert comparison.outputs_equal == comparison.requests
@@ -93,6 +93,19 @@ def test_a_call_that_is_wrong_ends_with_2_and_a_reason(
 ) -> None:
     assert cli.main(command) == 2
     assert "phloem: " in capsys.readouterr().err
+
+
+def test_commands_with_a_command_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    listed = capsys.readouterr().out
+    for name in cli._COMMANDS:
+        assert f"\n    {name} " in listed
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: phloem {name}" in capsys.readouterr().out
 
 
 def test_unknown_options_end_with_2() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 from random import Random
 
@@ -10,6 +11,7 @@ import pytest
 
 from phloem import InvalidRequest
 from phloem.runtime.demo import workloads as w
+from phloem.runtime.traces import SAMPLES, sample
 
 
 def common(a: tuple[int, ...] | list[int], b: tuple[int, ...] | list[int]) -> int:
@@ -50,9 +52,8 @@ def test_distinct_tokens_counts_each_prefix_once() -> None:
     assert w.distinct_tokens([]) == 0
 
 
-def test_the_sample_keeps_the_structure_of_its_prefixes() -> None:
-    source = w._Source("agent_airline_tokens.jsonl.gz", w.SAMPLE.read_bytes())
-    originals = [prompt for _, prompt, _ in source.requests()]
+def test_bytes_for_a_trace_keep_the_structure_of_its_prefixes() -> None:
+    originals = [request.tokens().tolist() for request in sample("agent_taubench_airline_tokens")]
     assert len(originals) == 48
     fit = w._Fit()
     mapped = [fit(prompt) for prompt in originals]
@@ -62,16 +63,35 @@ def test_the_sample_keeps_the_structure_of_its_prefixes() -> None:
             assert common(mapped[a], mapped[b]) == common(originals[a], originals[b])
 
 
+def test_a_prefix_has_at_most_256_continuations() -> None:
+    fit = w._Fit()
+    assert len({fit([7, token])[1] for token in range(1000, 1256)}) == 256
+    with pytest.raises(InvalidRequest, match="more than 256"):
+        fit([7, 5])
+
+
 def test_sessions_of_a_trace_are_cut_and_follow_one_another() -> None:
     workload = w.trace_sessions(sessions=3, requests=8, prompt_max=1600)
     assert len(workload.turns) == 8
     assert max(len(turn.prompt) for turn in workload.turns) <= 1600
-    sessions = {turn.id.split(".")[0] for turn in workload.turns}
-    assert len(sessions) == 3
-    seen = set[str | None]([None])
+    assert sum(turn.after is None for turn in workload.turns) == 3
+    seen: set[str | None] = {None}
     for turn in workload.turns:
         assert turn.after in seen
         seen.add(turn.id)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_every_trace_that_ships_can_be_served(name: str) -> None:
+    workload = w.trace_sessions(SAMPLES[name], requests=5)
+    assert 1 <= len(workload.turns) <= 5
+    assert all(0 < len(turn.prompt) <= 1900 and turn.max_new >= 1 for turn in workload.turns)
+
+
+def test_long_prompts_shrink_and_requests_without_session_are_on_their_own() -> None:
+    workload = w.trace_sessions(SAMPLES["mooncake_conversation"], requests=5)
+    assert "8 times shorter" in workload.about
+    assert {turn.after for turn in workload.turns} == {None}
 
 
 def write(folder: Path, name: str, *lines: str) -> Path:
@@ -89,32 +109,30 @@ def test_a_folder_of_traces(tmp_path: Path) -> None:
         '{"s":0,"t":1,"ref":0,"reuse":3,"new":[6],"out":[9,9]}',
     )
     second = write(tmp_path, "a_tokens.jsonl.gz", "{}")
-    write(tmp_path, "other.jsonl", "{}")
+    write(tmp_path, "README.md", "{}")
     assert w.trace_files(tmp_path) == [second, first]
     turns = w.trace_sessions(first).turns
     assert [(len(turn.prompt), turn.max_new, turn.after) for turn in turns] == [
         (2, 1, None),
-        (4, 2, "trace0.1"),
+        (4, 2, "b_tokens-0"),
     ]
     assert turns[1].prompt[:2] == turns[0].prompt
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("lines", "why"),
     [
-        ("{", "line 1"),
-        ('{"s":0,"ref":3,"reuse":0,"new":[1],"out":[]}', "refers to line 3"),
-        ('{"s":0,"ref":-1,"reuse":0,"new":[1],"out":[]}', "no prompt of at most"),
+        (["{"], "no trace of a known format"),
+        (['{"s":0,"t":0,"ref":3,"reuse":0,"new":[1],"out":[]}'], "line 1 refers to request 3"),
+        ([json.dumps({"s": 0, "t": 0, "ref": -1, "reuse": 0, "new": [1] * 2000, "out": []})],
+         "no prompt of at most"),
     ],
-)
-def test_a_bad_trace_is_refused(tmp_path: Path, line: str, why: str) -> None:
+)  # fmt: skip
+def test_a_bad_trace_is_refused(tmp_path: Path, lines: list[str], why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
-        w.trace_sessions(write(tmp_path, "x_tokens.jsonl", line))
+        w.trace_sessions(write(tmp_path, "x_tokens.jsonl", *lines))
 
 
-def test_a_folder_without_traces_and_a_file_that_is_not_gzip_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no \\*_tokens"):
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no \.jsonl"):
         w.trace_files(tmp_path)
-    (tmp_path / "x_tokens.jsonl.gz").write_bytes(b"plain")
-    with pytest.raises(InvalidRequest, match="not gzip"):
-        w.trace_sessions(tmp_path / "x_tokens.jsonl.gz")

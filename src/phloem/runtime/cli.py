@@ -1,4 +1,4 @@
-"""The command line: `phloem demo` and `phloem env`, also as `python -m phloem`.
+"""The command line, also as `python -m phloem`.
 
 Exit status: 0 when all is well, 1 when the demo found a fault, 2 for a call that is wrong or an
 extra that is not installed, 130 when interrupted.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -22,9 +23,21 @@ __all__ = ["main"]
 _OK, _FAULT, _MISUSE, _INTERRUPTED = 0, 1, 2, 130
 _STDOUT = Path("-")
 
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "simulate": (
+        "phloem.runtime.simulation.cli",
+        "run the real actors under simulated schedulers, with faults",
+    ),
+}
+"""Commands with a command line of their own: the module whose `run(arguments)` it is, and help."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in _COMMANDS:
+        run = import_module(_COMMANDS[arguments[0]][0]).run
+        return int(run(arguments[1:]))
     options = _parser().parse_args(arguments)
     try:
         return _demo(options) if options.command == "demo" else _env(options.json)
@@ -70,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("PHLOEM_TRACES") or None,
         type=Path,
         metavar="DIR",
-        help="serve the first sessions of each *_tokens.jsonl(.gz) there, too "
+        help="serve the first sessions of each trace there, too "
         "(default: the environment variable PHLOEM_TRACES)",
     )
     demo.add_argument("--log", type=Path, metavar="FILE", help="write the events as JSON lines")
@@ -81,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         help="what a bug report needs: versions and machine",
         description="Prints versions, the build of torch, processor, memory and loops.",
     )
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text)
     return parser
 
 

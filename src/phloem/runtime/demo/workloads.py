@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-import msgspec
-
 from phloem.errors import InvalidRequest
 from phloem.runtime.integrations.models import encode_bytes
+from phloem.runtime.traces import SAMPLES, TraceRequest, read_trace
 
 __all__ = [
-    "SAMPLE",
     "Turn",
     "Workload",
     "conversation_tree",
@@ -25,11 +22,8 @@ __all__ = [
     "trace_sessions",
 ]
 
-_DATA = files("phloem.runtime.demo") / "data"
-SAMPLE = _DATA / "agent_airline_tokens.jsonl.gz"
-"""The trace that ships with the package; `data/README.md` says what it is and where from."""
-
 _TEXTS = ("LICENSE-Apache-2.0.txt", "LICENSE-MIT-tau-bench.txt")
+_LICENSES = files("phloem.runtime.traces") / "data"
 _BYTES = 256
 
 
@@ -77,7 +71,7 @@ class _Text:
     """Real English, handed out from front to back and from the front again; a byte is a token."""
 
     def __init__(self) -> None:
-        text = "\n".join((_DATA / name).read_text(encoding="utf-8") for name in _TEXTS)
+        text = "\n".join((_LICENSES / name).read_text(encoding="utf-8") for name in _TEXTS)
         self._words = itertools.cycle(text.split())
 
     def take(self, length: int) -> str:
@@ -131,96 +125,70 @@ def simultaneous(
     )
 
 
-# -- traces of agents ----------------------------------------------------------------------------
-
-
-class _Line(msgspec.Struct, frozen=True):
-    """One request of a trace; see `data/README.md`."""
-
-    s: int
-    ref: int
-    reuse: int
-    new: list[int]
-    out: list[int]
-
-
-class _Source:
-    """Where a trace is read from, whether packaged or a file of the user's."""
-
-    def __init__(self, name: str, content: bytes) -> None:
-        self.name = name
-        try:
-            text = gzip.decompress(content) if name.endswith(".gz") else content
-        except (OSError, EOFError) as error:
-            raise InvalidRequest(f"{name} is not gzip: {error}") from error
-        self._lines = text.splitlines()
-
-    def requests(self) -> Iterator[tuple[int, list[int], int]]:
-        """Session, input and length of the output of each request, in order of arrival."""
-        spoken: list[list[int]] = []
-        for number, text in enumerate(self._lines):
-            try:
-                line = msgspec.json.decode(text, type=_Line)
-            except msgspec.DecodeError as error:
-                raise InvalidRequest(f"{self.name}, line {number + 1}: {error}") from error
-            if not -1 <= line.ref < number:
-                raise InvalidRequest(f"{self.name}, line {number + 1} refers to line {line.ref}")
-            begin = spoken[line.ref][: line.reuse] if line.ref >= 0 else []
-            spoken.append(begin + line.new + line.out)
-            yield line.s, begin + line.new, len(line.out)
+# -- real traces ---------------------------------------------------------------------------------
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The traces in a folder: files named `*_tokens.jsonl` or `*_tokens.jsonl.gz`.
+    """The traces in a folder: `.jsonl` and `.csv` files, plain or gzipped.
 
     Raises `InvalidRequest` when there is none.
     """
-    found = [p for p in folder.glob("*_tokens.jsonl*") if p.suffix in (".gz", ".jsonl")]
+    endings = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+    found = sorted(path for path in folder.glob("*") if path.name.endswith(endings))
     if not found:
-        raise InvalidRequest(f"no *_tokens.jsonl or *_tokens.jsonl.gz in {folder}")
-    return sorted(found)
+        raise InvalidRequest(f"no {', '.join(endings)} in {folder}")
+    return found
 
 
 def trace_sessions(
-    path: Path | None = None,
+    path: Path = SAMPLES["agent_taubench_airline_tokens"],
     *,
     sessions: int = 4,
     requests: int = 16,
     prompt_max: int = 1900,
     max_new: int = 8,
 ) -> Workload:
-    """The first sessions of a trace (None: the sample): each session's requests one after another.
+    """The first sessions of a trace: each session's requests one after another.
 
-    A session is cut before its first prompt above `prompt_max` tokens. Token ids become bytes in
-    such a way that two prompts share exactly as many tokens as they did.
+    A session is cut before its first prompt above `prompt_max` tokens. A trace of longer prompts
+    is shrunk, block by block, until half its first prompt fits. Token ids become bytes in such a
+    way that two prompts share exactly as many tokens as they did. Raises `InvalidRequest` for a
+    trace that cannot be read or in which nothing fits.
     """
-    source = (
-        _Source("agent_airline_tokens.jsonl.gz", SAMPLE.read_bytes())
-        if path is None
-        else _Source(path.name, path.read_bytes())
-    )
     fit = _Fit()
     turns: list[Turn] = []
-    last: dict[int, str | None] = {}
-    ended: set[int] = set()
-    for session, prompt, said in source.requests():
-        if session not in last:
-            if len(last) == sessions:
-                continue
-            last[session] = None
-        if len(prompt) > prompt_max or not said:
-            ended.add(session)
-        if session in ended or not prompt:
+    last: dict[str, str | None] = {}
+    ended: set[str] = set()
+    shrink = 0
+    for number, request in enumerate(read_trace(path)):
+        shrink = shrink or _shrink_for(request, prompt_max // 2)
+        session = request.session or f"request {number}"  # no sessions: all are on their own
+        if session not in last and len(last) == sessions and request.session:
             continue
-        name = f"trace{session}.{sum(turn.id.startswith(f'trace{session}.') for turn in turns) + 1}"
-        turns.append(Turn(name, fit(prompt), min(said, max_new), last[session]))
+        prompt = request.tokens(shrink=shrink)
+        if len(prompt) > prompt_max:
+            ended.add(session)
+        if session in ended:
+            continue
+        name = f"{path.name.partition('.')[0]}-{number}"
+        new = max(1, min(request.output, max_new))
+        turns.append(Turn(name, fit(prompt.tolist()), new, last.get(session)))
         last[session] = name
         if len(turns) == requests:
             break
+    stem = path.name.partition(".")[0].removesuffix("_tokens")
     if not turns:
-        raise InvalidRequest(f"{source.name}: no prompt of at most {prompt_max} tokens")
-    stem = source.name.split(".")[0].removesuffix("_tokens")
-    return Workload(stem, "the first sessions of a real trace of agents", tuple(turns))
+        raise InvalidRequest(f"{path.name}: no prompt of at most {prompt_max} tokens")
+    shorter = f", {shrink} times shorter" if shrink > 1 else ""
+    return Workload(stem, f"the first sessions of a real trace{shorter}", tuple(turns))
+
+
+def _shrink_for(request: TraceRequest, length: int) -> int:
+    """The smallest power of two by which the prompt must shrink, as far as blocks allow."""
+    shrink = 1
+    while len(request.tokens(shrink=shrink)) > length and 2 * shrink <= request.block_size:
+        shrink *= 2
+    return shrink
 
 
 class _Fit:
