@@ -35,11 +35,11 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in _COMMANDS:
-        run = import_module(_COMMANDS[arguments[0]][0]).run
-        return int(run(arguments[1:]))
-    options = _parser().parse_args(arguments)
     try:
+        if arguments and arguments[0] in _COMMANDS:
+            run: Callable[[Sequence[str]], int] = import_module(_COMMANDS[arguments[0]][0]).run
+            return run(arguments[1:])
+        options = _parser().parse_args(arguments)
         return _demo(options) if options.command == "demo" else _env(options.json)
     except (InvalidRequest, OSError) as error:
         print(f"phloem: {error}", file=sys.stderr)
