@@ -180,7 +180,7 @@ class JournaledTree(Tree):
 
     def reached(self, key: TokenKey, limit: int | None = None) -> int:
         """The node in which the KV prefix of a key ends, or 0."""
-        walk, _, _ = self._look(key, limit)
+        walk = self._look(key, limit).walk
         if walk.partial is not None and walk.inside:
             return walk.partial.id
         return walk.path[-1].id if walk.path else 0

@@ -54,7 +54,7 @@ class TokenKey:
     `TokenKey.of` converts and checks; a key made once is cheap to look up any number of times.
     """
 
-    __slots__ = ("data", "length", "namespace", "root")
+    __slots__ = ("data", "length", "namespace", "root", "seen")
 
     def __init__(self, data: bytes, namespace: Namespace = _DEFAULT, extra: bytes = b"") -> None:
         self.data = data
@@ -62,6 +62,7 @@ class TokenKey:
         self.namespace = namespace
         # What names the key's own tree: content too short to be marked in place belongs to it.
         self.root = (namespace.adapter, namespace.salt, extra)
+        self.seen: object = None  # a tree's note of where the key led, for as long as it holds
 
     @classmethod
     def of(

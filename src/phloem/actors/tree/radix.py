@@ -42,6 +42,7 @@ class Radix:
         self.leaves = 0
         self.pages = 0
         self.states = 0
+        self.version = 0  # rises with every change of what a walk can find
         self._next_id = 0
         self._spaces: OrderedDict[RootName, int] = OrderedDict()
         self._next_space = 0
@@ -55,6 +56,7 @@ class Radix:
         """The root of a namespace, made on first use."""
         root = self.roots.get(name)
         if root is None:
+            self.version += 1
             root = self.roots[name] = self.new_node(None, b"", 0, array("i"))
             root.mark = self._space(name) << 32
             self._root_names[root.id] = name
@@ -100,8 +102,25 @@ class Radix:
             return Walk(path, offset, child, inside)
         return Walk(path, offset, None, 0)
 
+    def put_state(self, node: Node, state: int) -> None:
+        """Give a node that has no state one."""
+        assert node.state == NO_SLOT and state != NO_SLOT
+        self.version += 1
+        node.state = state
+        self.states += 1
+
+    def take_state(self, node: Node) -> int:
+        """Take a node's state from it."""
+        state = node.state
+        assert state != NO_SLOT
+        self.version += 1
+        node.state = NO_SLOT
+        self.states -= 1
+        return state
+
     def attach_leaf(self, parent: Node, edge: bytes, pages: array[int]) -> Node:
         """Hang a new leaf under `parent`."""
+        self.version += 1
         leaf = self.new_node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, pages)
         if parent.children is None:
             parent.children = {edge[: self.page_bytes]: leaf}
@@ -123,6 +142,7 @@ class Radix:
         assert 0 < inside < len(node.edge) and inside % self.page_bytes == 0
         parent = node.parent
         assert parent is not None and parent.children is not None
+        self.version += 1
         count = inside // self.page_bytes
         first = node.edge[: self.page_bytes]
         upper = self.new_node(
@@ -156,6 +176,7 @@ class Radix:
         if (node.priority, node.keep_until) != (child.priority, child.keep_until):
             return None
         assert parent.children is not None
+        self.version += 1
         child.edge = node.edge + child.edge
         child.pages = node.pages + child.pages
         child.parent = parent
@@ -170,6 +191,7 @@ class Radix:
         """Take a leaf out and cut its links; its former parent is returned."""
         parent = leaf.parent
         assert parent is not None and parent.children is not None and leaf.children is None
+        self.version += 1
         del parent.children[leaf.edge[: self.page_bytes]]
         if not parent.children:
             parent.children = None
@@ -187,6 +209,7 @@ class Radix:
     def cut_tail(self, leaf: Node, count: int) -> array[int]:
         """Shorten a stateless leaf by its last `count` pages, which are returned."""
         assert leaf.children is None and leaf.state == NO_SLOT and 0 < count < len(leaf.pages)
+        self.version += 1
         tail = leaf.pages[-count:]
         leaf.pages = leaf.pages[:-count]
         leaf.edge = leaf.edge[: -count * self.page_bytes]
@@ -198,10 +221,12 @@ class Radix:
     def drop_root_if_empty(self, node: Node) -> None:
         """Forget a namespace that holds nothing and that nobody leases."""
         if node.children is None and not node.leases and node.id in self._root_names:
+            self.version += 1
             del self.roots[self._root_names.pop(node.id)]
 
     def detach_roots(self) -> list[Node]:
         """Start empty; the former roots are the caller's to take apart."""
+        self.version += 1
         former = list(self.roots.values())
         self.roots = {}
         self._root_names = {}

@@ -7,138 +7,30 @@ changes the structure, and returns its result together with the actions that oth
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from math import lcm
+from collections.abc import Sequence
 from typing import Literal
 
-from phloem.actors.actions import TREE, Action, EvictExcessPathStates, FreeDeviceSlots, Ids
-from phloem.actors.tree.eviction import CandidateIndex, kv_may_go, state_may_go
-from phloem.actors.tree.former import Former
-from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, mark_of
+from phloem.actors.actions import TREE, FreeDeviceSlots, Ids
+from phloem.actors.tree.core import Actions
+from phloem.actors.tree.eviction import kv_may_go
+from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
-from phloem.actors.tree.leases import Lease, Leases
+from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT, Node
-from phloem.actors.tree.placement import (
-    Placement,
-    Refusal,
-    Wanted,
-    choose_positions,
-    end_of_response,
-)
-from phloem.actors.tree.policies import Policy, Score, policy_named
-from phloem.actors.tree.radix import Radix, Walk
-from phloem.actors.tree.results import (
-    Evicted,
-    InsertResult,
-    Match,
-    PagesChanged,
-    TreeFigures,
-)
-from phloem.actors.tree.running import Running
-from phloem.actors.tree.sessions import Sessions
+from phloem.actors.tree.placement import Refusal, Wanted, choose_positions, end_of_response
+from phloem.actors.tree.results import Evicted, InsertResult, Match, PagesChanged, TreeFigures
+from phloem.actors.tree.shedding import SheddingTree
 from phloem.errors import InvalidRequest, StaleHandle
 
 __all__ = ["Actions", "Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
 
-Actions = list[Action]
 
-
-class Tree:
+class Tree(SheddingTree):
     """The radix tree with its leases and candidate indexes.
 
     `state_chunk` is the model's own chunk of positions at which a state may be kept; with pages it
     makes the grid. `components` is `("kv",)` for pure attention, `("kv", "state")` for hybrids.
     """
-
-    def __init__(
-        self,
-        *,
-        page_size: int = 16,
-        state_chunk: int = 1,
-        components: Sequence[str] = ("kv", "state"),
-        policy: str | Policy = "lru",
-        placement: Placement | None = None,
-        sessions_max: int = 4096,
-        ghosts_max: int = 4096,
-        enabled: bool = True,
-    ) -> None:
-        if page_size < 1 or state_chunk < 1:
-            raise InvalidRequest(f"page_size {page_size} and state_chunk {state_chunk} start at 1")
-        if tuple(components) not in (("kv",), ("kv", "state")):
-            raise InvalidRequest(f"unknown components {tuple(components)}")
-        self.page_size = page_size
-        self.has_states = "state" in components
-        self.grid = lcm(page_size, state_chunk) if self.has_states else page_size
-        self.placement = placement or Placement()
-        self.enabled = enabled
-        self.policy = policy_named(policy) if isinstance(policy, str) else policy
-        self.radix = self.new_radix(page_size)
-        self.kv_index = self.new_index(1, self.policy.kv_score, kv_may_go)
-        self.state_index = self.new_index(2, self.policy.state_score, state_may_go)
-        self.leases = Leases(self.kv_index, self.state_index)
-        self.running = Running(self.radix.page_bytes, self.grid)
-        self.sessions = Sessions(sessions_max, self.has_states, self._score_fell)
-        self.ghosts = Ghosts(self.radix.page_bytes, ghosts_max)
-        self.generation = 0
-        self.now = 0  # counts uses; the only clock of the tree
-        self.time = 0  # of the latest message that said its time
-        self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
-        self.former = Former(self.radix.page_bytes)
-
-    def new_radix(self, page_size: int) -> Radix:
-        """The structure that this tree works on; others may watch theirs."""
-        return Radix(page_size)
-
-    def new_index(
-        self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]
-    ) -> CandidateIndex:
-        """One of its candidate indexes."""
-        return CandidateIndex(bit, score, eligible)
-
-    # -- reading -------------------------------------------------------------------------------
-
-    def match(self, tokens: Tokens, limit: int | None = None) -> Match:
-        """How far the first `limit` tokens (all by default) are cached. Changes nothing."""
-        return self._look(TokenKey.of(tokens), limit)[2]
-
-    def pages_of(self, lease: Lease) -> Ids:
-        """The device page ids from the start to the lease's boundary."""
-        runs: list[array[int]] = []
-        node: Node | None = lease.anchor
-        while node is not None:
-            runs.append(node.pages)
-            node = node.parent
-        pages = array("i")
-        pages.frombytes(b"".join(reversed(runs)))
-        return pages
-
-    def state_of(self, lease: Lease) -> int:
-        """The slot of the state at the lease's boundary, or `NO_SLOT`."""
-        return lease.anchor.state
-
-    def figures(self) -> TreeFigures:
-        """The tree in numbers; costs the same at any size."""
-        return TreeFigures(
-            generation=self.generation,
-            namespaces=len(self.radix.roots),
-            nodes=self.radix.nodes + self.former.nodes,
-            leaves=self.radix.leaves,
-            leases=len(self.leases.live),
-            pages=self.radix.pages + self.former.pages,
-            pages_protected=self.leases.pages_protected + self.former.pages,
-            states=self.radix.states + self.former.states,
-            states_protected=self.leases.states_protected + self.former.states,
-        )
-
-    def can_evict(self, pages: int, states: int) -> bool:
-        """Whether so much is cached that no lease protects."""
-        radix, leases = self.radix, self.leases
-        return (
-            pages <= radix.pages - leases.pages_protected
-            and states <= radix.states - leases.states_protected
-        )
-
-    # -- leases --------------------------------------------------------------------------------
 
     def acquire(
         self, tokens: Tokens, *, owner: str, limit: int | None = None
@@ -148,7 +40,8 @@ class Tree:
         Splits an edge only when the boundary lies inside it, which needs a model without states.
         """
         key = TokenKey.of(tokens)
-        walk, anchor, match = self._look(key, limit)
+        look = self._look(key, limit)
+        walk, anchor, match = look.walk, look.anchor, look.match
         if walk.partial is not None and walk.inside and not self.has_states:
             anchor = self.radix.split(walk.partial, walk.inside)
             walk.path.append(anchor)
@@ -234,10 +127,6 @@ class Tree:
                 self.state_index.watch(at)
             at = at.parent
 
-    def _score_fell(self, node: Node) -> None:
-        self.kv_index.lower(node)
-        self.state_index.lower(node)
-
     def _meet(self, lease: Lease, position: int) -> None:
         wants = self.has_states and self.placement.branch
         self.running.meet(lease, position, self.placement.budget if wants else 0)
@@ -291,7 +180,8 @@ class Tree:
         """
         self.check_lease(lease)
         key = lease.key
-        walk, anchor, match = self._look(key, limit)
+        look = self._look(key, limit)
+        walk, anchor, match = look.walk, look.anchor, look.match
         if lease.running_at is not None and lease.running_at[1] != match.kv_prefix * TOKEN_BYTES:
             self.running.leave(lease)
             self._meet(lease, match.kv_prefix)
@@ -332,21 +222,6 @@ class Tree:
         self._check_live(lease)
         if not lease.has_state:
             self.leases.take_state(lease, former=lease.generation != self.generation)
-
-    def check_lease(self, lease: Lease) -> None:
-        """Raise `StaleHandle` unless the lease is live and of this generation."""
-        self._check_live(lease)
-        if lease.generation != self.generation:
-            raise StaleHandle(
-                f"{lease} is of generation {lease.generation}; the cache was reset to "
-                f"{self.generation}"
-            )
-
-    def _check_live(self, lease: Lease) -> None:
-        if self.leases.live.get(lease.id) is not lease:
-            raise StaleHandle(f"{lease} " + ("is of another tree" if lease.live else "has ended"))
-
-    # -- insert --------------------------------------------------------------------------------
 
     def check_insert(
         self, key: TokenKey, length: int, pages: int, state: int, lease: Lease | None
@@ -508,8 +383,7 @@ class Tree:
         if node.state != NO_SLOT:
             actions.append(FreeDeviceSlots("state", array("i", (state,)), owner))
             return "duplicate"
-        node.state = state
-        self.radix.states += 1
+        self.radix.put_state(node, state)
         self.leases.state_appeared(node)
         return "adopted"
 
@@ -521,222 +395,3 @@ class Tree:
         if lease.running_at is not None:
             self.running.leave(lease)
             self.running.join(lease, node.end)
-
-    # -- eviction ------------------------------------------------------------------------------
-
-    def evict(self, pages: int = 0, states: int = 0, by: str = "") -> tuple[Evicted, Actions]:
-        """Free at least so many pages and states if nothing protects them; the rest is not there.
-
-        One joint demand: a state that went with its leaf counts, and no more go than asked. `by`:
-        who needs the room, for those who will ask what became of their data.
-        """
-        if pages < 0 or states < 0:
-            raise InvalidRequest(f"evict of {pages} pages and {states} states")
-        actions: Actions = []
-        pages_gone = states_gone = 0
-        while pages_gone < pages:
-            popped = self.kv_index.pop()
-            if popped is None:
-                break
-            score, node = popped
-            self.policy.evicted(score, self.now)
-            missing = pages - pages_gone
-            if node.state == NO_SLOT and missing < len(node.pages):
-                tail = node.edge[-missing * self.radix.page_bytes :]
-                actions.append(FreeDeviceSlots("kv", self.radix.cut_tail(node, missing), TREE))
-                self.ghosts.note(mark_of(node), tail, by, self.now)
-                self.kv_index.push(node)
-                pages_gone += missing
-                break
-            pages_gone += len(node.pages)
-            states_gone += node.state != NO_SLOT
-            self._drop_leaf(node, actions, by)
-        while states_gone < states:
-            popped = self.state_index.pop()
-            if popped is None:
-                break
-            score, node = popped
-            self.policy.evicted(score, self.now)
-            states_gone += 1
-            if kv_may_go(node):
-                pages_gone += len(node.pages)
-                self._drop_leaf(node, actions, by)
-            else:
-                self._drop_state(node, actions)
-        self.kv_index.shrink(self.radix.leaves)
-        self.state_index.shrink(self.radix.states)
-        return Evicted(pages_gone, states_gone), actions
-
-    def _drop_leaf(self, leaf: Node, actions: Actions, by: str) -> None:
-        if leaf.sessions:
-            self.sessions.recede(leaf)
-        actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
-        if leaf.state != NO_SLOT:
-            actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
-        stamp = leaf.stamp
-        parent = self.radix.remove(leaf)
-        self.ghosts.note(mark_of(parent), leaf.edge, by, self.now)
-        if stamp > parent.stamp:
-            parent.stamp = stamp
-        self._after_loss_below(parent)
-
-    def _after_loss_below(self, parent: Node) -> None:
-        """A child of `parent` has gone: it may be a candidate, a chain, or an empty root now."""
-        if parent.parent is None:
-            self.radix.drop_root_if_empty(parent)
-        elif parent.children is None:
-            if kv_may_go(parent):
-                self.kv_index.push(parent)
-        else:
-            self.radix.merge_into_child(parent)
-
-    def _drop_state(self, node: Node, actions: Actions) -> None:
-        """The state goes, the KV stays."""
-        if node.sessions:
-            node_state, node.state = node.state, NO_SLOT
-            self.sessions.recede(node)
-            node.state = node_state
-        actions.append(FreeDeviceSlots("state", array("i", (node.state,)), TREE))
-        node.state = NO_SLOT
-        self.radix.states -= 1
-        parent = node.parent
-        merged = self.radix.merge_into_child(node)
-        if parent is not None and parent.parent is not None:
-            self.radix.merge_into_child(parent)
-        if merged is None and kv_may_go(node):
-            self.kv_index.push(node)
-
-    def use_policy(self, policy: str | Policy) -> None:
-        """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
-        self.policy = policy_named(policy) if isinstance(policy, str) else policy
-        self.policy.time = self.time
-        self.kv_index.score = self.policy.kv_score
-        self.state_index.score = self.policy.state_score
-        self.kv_index.rebuild()
-        self.state_index.rebuild()
-
-    def tick(self, time: int) -> None:
-        """The time of the message that is about to be handled; priorities and sessions end by it.
-
-        An integer that never falls, in any unit that the caller likes.
-        """
-        if time > self.time:
-            self.time = self.policy.time = time
-            self.kv_index.expire(time)
-            self.state_index.expire(time)
-            self.sessions.expire(time)
-
-    # -- the cap for each path -----------------------------------------------------------------
-
-    def _name_excess(self, node: Node, actions: Actions) -> None:
-        if node.state != NO_SLOT:
-            self._named[node.id] = node
-            actions.append(EvictExcessPathStates(node.id, self.generation))
-
-    def evict_excess(self, action: EvictExcessPathStates) -> tuple[Evicted, Actions]:
-        """Drop the shallow states of a path beyond the cap.
-
-        Spares the tail, forks and protected states. A no-op when the node is gone.
-        """
-        node = self._named.pop(action.node, None)
-        cap = self.placement.max_states_per_path
-        actions: Actions = []
-        if node is None or node.parent is None or action.generation != self.generation:
-            return Evicted(0, 0), actions
-        assert cap is not None
-        path: list[Node] = []
-        above: Node | None = node
-        while above is not None:
-            if above.state != NO_SLOT:
-                path.append(above)
-            above = above.parent
-        excess = len(path) - cap
-        gone = 0
-        for candidate in reversed(path[1:]):
-            if gone >= excess:
-                break
-            fork = candidate.children is not None and len(candidate.children) > 1
-            if not fork and not candidate.state_leases:
-                self._drop_state(candidate, actions)
-                gone += 1
-        return Evicted(0, gone), actions
-
-    # -- reset ---------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Start a new generation, empty. `sweep` gives back what the former one held."""
-        self.generation += 1
-        self.former.take_over(self.radix)
-        self.leases.pages_protected = self.leases.states_protected = 0
-        self.kv_index.clear()
-        self.state_index.clear()
-        self._named.clear()
-        self.running.clear()
-        self.sessions.forget()
-        self.ghosts.clear()
-
-    def sweep(self, limit: int = 1024) -> tuple[bool, Actions]:
-        """Take apart up to `limit` nodes of former generations; True while more remain.
-
-        What a lease of a former generation protects stays until that lease ends.
-        """
-        actions = self.former.sweep(limit)
-        return self.former.unfinished, actions
-
-    @property
-    def sweeping(self) -> bool:
-        """True while `sweep` has something to do."""
-        return self.former.unfinished
-
-    # -- small helpers -------------------------------------------------------------------------
-
-    def _look(self, key: TokenKey, limit: int | None) -> tuple[Walk, Node | None, Match]:
-        """The walk of the first `limit` tokens, the last node with a boundary on it, and the match.
-
-        Without states the boundary may lie further, inside the next edge; None stands for the root.
-        """
-        looked_up = key.length if limit is None else min(limit, key.length)
-        whole = looked_up // self.page_size * self.page_size
-        walk = self.radix.walk(key, whole * TOKEN_BYTES)
-        known = (walk.offset + walk.inside) // TOKEN_BYTES
-        anchor: Node | None = None
-        branch: int | None = None
-        if self.has_states:
-            usable = 0
-            for node in reversed(walk.path):
-                if node.state:
-                    anchor, usable = node, node.end
-                    break
-            position = known // self.grid * self.grid
-            if position > usable:
-                branch = position
-        else:
-            anchor = walk.path[-1] if walk.path else None
-            usable = known
-        if self.ghosts.any and known < whole:
-            past = self._recall(key, walk, whole * TOKEN_BYTES)
-        else:
-            past = NOTHING
-        if past is NOTHING:
-            match = Match(key.length, looked_up, usable, usable, known, branch, self.page_size)
-            return walk, anchor, match
-        evicted = past.evicted // TOKEN_BYTES
-        forgotten = whole - known - evicted if past.forgotten else 0
-        match = Match(
-            *(key.length, looked_up, usable, usable, known, branch, self.page_size),
-            *(evicted, forgotten, past.by, past.at),
-        )
-        return walk, anchor, match
-
-    def _recall(self, key: TokenKey, walk: Walk, stop: int) -> Remembered:
-        """What is remembered of the key beyond the end of its walk."""
-        if walk.path:
-            mark: int | None = mark_of(walk.path[-1])
-        else:
-            mark = self.radix.mark_of_root(key.root)
-            if mark is None:
-                return NOTHING
-        assert mark is not None
-        if walk.partial is not None:
-            mark = mark_after(mark, walk.partial.edge[: walk.inside])
-        return self.ghosts.recall(mark, key.data, walk.offset + walk.inside, stop)

@@ -1,0 +1,209 @@
+"""What the tree is made of, and what can be read from it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from math import lcm
+
+import msgspec
+
+from phloem.actors.actions import Action, Ids
+from phloem.actors.tree.eviction import CandidateIndex, kv_may_go, state_may_go
+from phloem.actors.tree.former import Former
+from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, mark_of
+from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens
+from phloem.actors.tree.leases import Lease, Leases
+from phloem.actors.tree.node import Node
+from phloem.actors.tree.placement import Placement
+from phloem.actors.tree.policies import Policy, Score, policy_named
+from phloem.actors.tree.radix import Radix, Walk
+from phloem.actors.tree.results import Match, TreeFigures
+from phloem.actors.tree.running import Running
+from phloem.actors.tree.sessions import Sessions
+from phloem.errors import InvalidRequest, StaleHandle
+
+__all__ = ["Actions", "Look", "TreeCore"]
+
+Actions = list[Action]
+
+
+class Look(msgspec.Struct, frozen=True, gc=False):
+    """Where a key led at some version of a tree.
+
+    `anchor` is the last node on the way that ends at a boundary, None the root. Without states the
+    boundary may lie further, inside the next edge.
+    """
+
+    radix: Radix
+    version: int
+    walk: Walk
+    anchor: Node | None
+    match: Match
+
+
+class TreeCore:
+    """The parts of a tree, its construction and its reads; `Tree` adds what changes it."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 16,
+        state_chunk: int = 1,
+        components: Sequence[str] = ("kv", "state"),
+        policy: str | Policy = "lru",
+        placement: Placement | None = None,
+        sessions_max: int = 4096,
+        ghosts_max: int = 4096,
+        enabled: bool = True,
+    ) -> None:
+        if page_size < 1 or state_chunk < 1:
+            raise InvalidRequest(f"page_size {page_size} and state_chunk {state_chunk} start at 1")
+        if tuple(components) not in (("kv",), ("kv", "state")):
+            raise InvalidRequest(f"unknown components {tuple(components)}")
+        self.page_size = page_size
+        self.has_states = "state" in components
+        self.grid = lcm(page_size, state_chunk) if self.has_states else page_size
+        self.placement = placement or Placement()
+        self.enabled = enabled
+        self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.radix = self.new_radix(page_size)
+        self.kv_index = self.new_index(1, self.policy.kv_score, kv_may_go)
+        self.state_index = self.new_index(2, self.policy.state_score, state_may_go)
+        self.leases = Leases(self.kv_index, self.state_index)
+        self.running = Running(self.radix.page_bytes, self.grid)
+        self.sessions = Sessions(sessions_max, self.has_states, self._score_fell)
+        self.ghosts = Ghosts(self.radix.page_bytes, ghosts_max)
+        self.generation: int = 0
+        self.now: int = 0  # counts uses; the only clock of the tree
+        self.time: int = 0  # of the latest message that said its time
+        self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
+        self.former = Former(self.radix.page_bytes)
+
+    def new_radix(self, page_size: int) -> Radix:
+        """The structure that this tree works on; others may watch theirs."""
+        return Radix(page_size)
+
+    def new_index(
+        self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]
+    ) -> CandidateIndex:
+        """One of its candidate indexes."""
+        return CandidateIndex(bit, score, eligible)
+
+    def match(self, tokens: Tokens, limit: int | None = None) -> Match:
+        """How far the first `limit` tokens (all by default) are cached. Changes nothing."""
+        return self._look(TokenKey.of(tokens), limit).match
+
+    def pages_of(self, lease: Lease) -> Ids:
+        """The device page ids from the start to the lease's boundary."""
+        runs: list[array[int]] = []
+        node: Node | None = lease.anchor
+        while node is not None:
+            runs.append(node.pages)
+            node = node.parent
+        pages = array("i")
+        pages.frombytes(b"".join(reversed(runs)))
+        return pages
+
+    def state_of(self, lease: Lease) -> int:
+        """The slot of the state at the lease's boundary, or `NO_SLOT`."""
+        return lease.anchor.state
+
+    def figures(self) -> TreeFigures:
+        """The tree in numbers; costs the same at any size."""
+        return TreeFigures(
+            generation=self.generation,
+            namespaces=len(self.radix.roots),
+            nodes=self.radix.nodes + self.former.nodes,
+            leaves=self.radix.leaves,
+            leases=len(self.leases.live),
+            pages=self.radix.pages + self.former.pages,
+            pages_protected=self.leases.pages_protected + self.former.pages,
+            states=self.radix.states + self.former.states,
+            states_protected=self.leases.states_protected + self.former.states,
+        )
+
+    def can_evict(self, pages: int, states: int) -> bool:
+        """Whether so much is cached that no lease protects."""
+        radix, leases = self.radix, self.leases
+        return (
+            pages <= radix.pages - leases.pages_protected
+            and states <= radix.states - leases.states_protected
+        )
+
+    def check_lease(self, lease: Lease) -> None:
+        """Raise `StaleHandle` unless the lease is live and of this generation."""
+        self._check_live(lease)
+        if lease.generation != self.generation:
+            raise StaleHandle(
+                f"{lease} is of generation {lease.generation}; the cache was reset to "
+                f"{self.generation}"
+            )
+
+    def _check_live(self, lease: Lease) -> None:
+        if self.leases.live.get(lease.id) is not lease:
+            raise StaleHandle(f"{lease} " + ("is of another tree" if lease.live else "has ended"))
+
+    def _score_fell(self, node: Node) -> None:
+        self.kv_index.lower(node)
+        self.state_index.lower(node)
+
+    def _look(self, key: TokenKey, limit: int | None) -> Look:
+        """Where the first `limit` tokens lead; noted in the key until something changes."""
+        looked_up = key.length if limit is None else min(limit, key.length)
+        seen, radix = key.seen, self.radix
+        if (
+            type(seen) is Look
+            and seen.version == radix.version
+            and seen.radix is radix
+            and seen.match.looked_up == looked_up
+        ):
+            return seen
+        look = key.seen = self._look_anew(key, looked_up)
+        return look
+
+    def _look_anew(self, key: TokenKey, looked_up: int) -> Look:
+        whole = looked_up // self.page_size * self.page_size
+        walk = self.radix.walk(key, whole * TOKEN_BYTES)
+        known = (walk.offset + walk.inside) // TOKEN_BYTES
+        anchor: Node | None = None
+        branch: int | None = None
+        if self.has_states:
+            usable = 0
+            for node in reversed(walk.path):
+                if node.state:
+                    anchor, usable = node, node.end
+                    break
+            position = known // self.grid * self.grid
+            if position > usable:
+                branch = position
+        else:
+            anchor = walk.path[-1] if walk.path else None
+            usable = known
+        if self.ghosts.any and known < whole:
+            past = self._recall(key, walk, whole * TOKEN_BYTES)
+        else:
+            past = NOTHING
+        if past is NOTHING:
+            match = Match(key.length, looked_up, usable, usable, known, branch, self.page_size)
+            return Look(self.radix, self.radix.version, walk, anchor, match)
+        evicted = past.evicted // TOKEN_BYTES
+        forgotten = whole - known - evicted if past.forgotten else 0
+        match = Match(
+            *(key.length, looked_up, usable, usable, known, branch, self.page_size),
+            *(evicted, forgotten, past.by, past.at),
+        )
+        return Look(self.radix, self.radix.version, walk, anchor, match)
+
+    def _recall(self, key: TokenKey, walk: Walk, stop: int) -> Remembered:
+        """What is remembered of the key beyond the end of its walk."""
+        if walk.path:
+            mark: int | None = mark_of(walk.path[-1])
+        else:
+            mark = self.radix.mark_of_root(key.root)
+            if mark is None:
+                return NOTHING
+        assert mark is not None
+        if walk.partial is not None:
+            mark = mark_after(mark, walk.partial.edge[: walk.inside])
+        return self.ghosts.recall(mark, key.data, walk.offset + walk.inside, stop)
