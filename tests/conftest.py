@@ -1,4 +1,7 @@
-"""Asynchronous tests run on both event loops; `inline`: with and without inline turns."""
+"""Asynchronous tests run on both event loops, those marked `sim` on the simulated one, too.
+
+`inline`: with and without inline turns.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
+
+pytest_plugins = ["phloem.runtime.simulation.pytest_plugin"]
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
@@ -28,8 +33,10 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, LoopFactory]:
     """For pytest-asyncio: every asynchronous test runs once on each of these."""
-    del config, item
-    return LOOPS
+    from phloem.runtime.simulation.pytest_plugin import sim_loops  # pytest wants to import it first
+
+    simulated, only = sim_loops(config, item)
+    return simulated if only else {**LOOPS, **simulated}
 
 
 @pytest.fixture(params=[True, False], ids=["inline", "queued"])

@@ -37,7 +37,7 @@ __all__ = ["POLICIES", "Policy", "SimDeadlock", "SimLivelock", "SimLoop", "SimTa
 Policy = Literal["fifo", "batch", "task", "pct"]
 """How much order the seed may change.
 
-`fifo`   nothing: asyncio's own order, in virtual time
+`fifo`   nothing: asyncio's own rounds, in virtual time (the tasks of a round in order of birth)
 `batch`  every runnable task once a round, in drawn order
 `task`   one drawn task a round, so that a task may fall arbitrarily far behind
 `pct`    the task of the highest priority runs; priorities are drawn at birth and change at `depth`
@@ -45,7 +45,7 @@ Policy = Literal["fifo", "batch", "task", "pct"]
 """
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-_PCT_HORIZON = 2_000  # priorities change within each window of so many steps
+_PCT_WINDOWS = (32, 256, 2_048)  # priorities change a few times within a drawn one, in steps
 _PCT_PATIENCE = 64  # a task that ran so often in a row gives way: it may be waiting by polling
 
 T = TypeVar("T")
@@ -126,6 +126,7 @@ class SimLoop(asyncio.BaseEventLoop):
     ) -> None:
         super().__init__()
         if policy not in POLICIES:
+            self.close()
             raise InvalidRequest(f"no policy is called {policy!r}; there are {POLICIES}")
         self.rng = random.Random(seed) if isinstance(seed, int) else seed
         self.policy: Policy = policy
@@ -146,6 +147,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._held: list[asyncio.Handle] = []  # tasks that can run and were not drawn
         self._demotions = 0.0
         self._changes: list[int] = []  # pct: steps at which the running task loses its priority
+        self._window_end = 0
         self._last: tuple[int, int] = (-1, 0)  # pct: the task that ran last, and how often
         self._births = itertools.count()
         self.set_task_factory(cast("Any", self._new_task))
@@ -221,8 +223,7 @@ class SimLoop(asyncio.BaseEventLoop):
         arrived = list(ready)
         ready.clear()
         if self.policy == "fifo" or (self._scramble is not None and self.steps > self._scramble):
-            self._round.extend(self._held)
-            self._round.extend(arrived)
+            self._round.extend(_tasks_by_birth(self._held + arrived))
             self._held.clear()
             return
         # What is not a task keeps the loop's promise: in order, and before the next task.
@@ -267,13 +268,13 @@ class SimLoop(asyncio.BaseEventLoop):
         return best
 
     def _must_change(self) -> bool:
-        """True once for each drawn step; the next window's are drawn when this one is over."""
-        if not self._changes or self._changes[0] <= self.steps - _PCT_HORIZON:
-            depth = self.rng.randrange(1, 4)
-            start = self.steps
-            drawn = [start + self.rng.randrange(1, _PCT_HORIZON) for _ in range(depth)]
-            self._changes = sorted(drawn)
-        if self._changes[0] > self.steps:
+        """True once for each drawn step; the next window is drawn when this one is over."""
+        if self.steps >= self._window_end:
+            window = self.rng.choice(_PCT_WINDOWS)
+            self._window_end = self.steps + window
+            count = self.rng.randrange(1, 4)
+            self._changes = sorted(self.steps + self.rng.randrange(window) for _ in range(count))
+        if not self._changes or self._changes[0] > self.steps:
             return False
         self._changes.pop(0)
         return True
@@ -341,7 +342,7 @@ def where_it_waits(task: asyncio.Task[Any]) -> str:
     line = ""
     coro: object = task.get_coro()
     while isinstance(coro, CoroutineType):
-        names.append(coro.__qualname__)
+        names.append(coro.__qualname__.rpartition("<locals>.")[2])
         frame = coro.cr_frame
         if frame is not None:
             line = f" (line {frame.f_lineno})"
@@ -349,13 +350,19 @@ def where_it_waits(task: asyncio.Task[Any]) -> str:
     return " > ".join(names) + line
 
 
+def _tasks_by_birth(handles: list[asyncio.Handle]) -> list[asyncio.Handle]:
+    """The handles with their tasks in order of birth: that of arrival may hang on addresses."""
+    tasks = iter(sorted((handle for handle in handles if _task_of(handle) is not None), key=_born))
+    return [handle if _task_of(handle) is None else next(tasks) for handle in handles]
+
+
 def _name_of(handle: asyncio.Handle) -> str:
     task = _task_of(handle)
     if task is not None:
         return f"task {task.get_name()}"
     callback = cast("_Handle", handle)._callback
-    name: object = getattr(callback, "__qualname__", None)
-    return f"loop {name or type(callback).__name__}"
+    name = str(getattr(callback, "__qualname__", type(callback).__name__))
+    return f"loop {name.rpartition('<locals>.')[2]}"
 
 
 def _due_ns(timer: asyncio.TimerHandle) -> int:

@@ -265,11 +265,13 @@ def _wind_up(loop: SimLoop) -> None:
     left = [task for task in asyncio.all_tasks(loop) if not task.done()]
     for task in left:
         task.cancel()
-    with suppress(SimDeadlock):  # the first error counts
-        if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
+    try:
+        with suppress(SimDeadlock):  # the first error counts
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
 
 
 def simulate(
