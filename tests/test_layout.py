@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {"cuda_streams": 0, "actors": 1, "runtime": 2}
 LEAVES = {"errors", "events"}
-ASIDE = {"__init__", "__main__"}  # what shows the package to the outside; nobody imports them
+ASIDE = {"__init__", "__main__", "testing"}  # what shows the package to the outside
 NOT_IN_THE_TREE = {
     *("asyncio", "torch", "structlog", "anyio", "uvloop", "threading", "concurrent"),
     *("time", "datetime", "random", "secrets", "uuid"),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from phloem import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src" / "phloem").rglob("*.py"))
 SCRIPTS = sorted(
@@ -114,6 +116,12 @@ def test_code_in_documents_runs(path: Path, tmp_path: Path) -> None:
 
 def test_the_table_of_events_is_that_of_the_schema(tmp_path: Path) -> None:
     run([str(ROOT / "tools" / "event_table.py"), "--check"], tmp_path)
+
+
+def test_every_error_is_in_the_page_of_faults() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`(\w+)`", page))
+    assert set(errors.__all__) - {"PoolFigures"} <= told
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
