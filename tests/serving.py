@@ -51,20 +51,35 @@ class Gate:
     """Holds copies back while it is shut, and fails them when it is told to."""
 
     def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
         self.error: Exception | None = None
+        self._changed = threading.Condition()
+        self._shut = False
+        self._passes = 0  # so many copies may pass though it is shut
+        self._passed: set[int] = set()
 
     def shut(self) -> None:
-        self._open.clear()
+        self._shut = True
 
     def open(self) -> None:
-        self._open.set()
+        with self._changed:
+            self._shut = False
+            self._changed.notify_all()
+
+    def let_one_pass(self) -> None:
+        with self._changed:
+            self._passes += 1
+            self._changed.notify_all()
 
     def __call__(self, ticket: Ticket, layer: int) -> None:
         """Called by the engine's worker before each layer."""
-        del ticket, layer
-        assert self._open.wait(30), "nobody opened the gate"
+        del layer
+        with self._changed:
+            if ticket.seq not in self._passed:
+                opened = self._changed.wait_for(lambda: self._passes or not self._shut, 30)
+                assert opened, "nobody opened the gate"
+                if self._shut:
+                    self._passes -= 1
+                self._passed.add(ticket.seq)
         if self.error is not None:
             raise self.error
 
