@@ -192,11 +192,15 @@ class Evict(Message, frozen=True, gc=False, eq=False):
 
 
 class MakeRoom(Message, frozen=True, gc=False, eq=False):
-    """Free exactly an allocation's shortfall, or nothing when it cannot be met."""
+    """Free exactly an allocation's shortfall, or nothing when it cannot be met.
+
+    `tell`: the allocator hears of it, since somebody waits there.
+    """
 
     pages: int
     states: int
     owner: str
+    tell: bool = True
 
 
 class Reset(Message, frozen=True, gc=False, eq=False):

@@ -133,8 +133,15 @@ class Core:
     ) -> Grant:
         """Grant or `NoRoom`, now."""
         pages, states = integer("pages", pages), integer("states", states)
-        message = m.Allocate(pages, states, owner, account, False, evict)
-        return _granted(self.domain.run(self.allocator, message))
+        domain, ledger = self.domain, self.ledger
+        short, states_short = pages - ledger.kv.free, states - ledger.state.free
+        if (short > 0 or states_short > 0) and evict and not domain.queued and not ledger.waiting:
+            # Nobody is ahead: the tree can be asked first, and no allocation waits for its answer.
+            room = m.MakeRoom(max(0, short), max(0, states_short), owner, tell=False)
+            domain.run(self.tree_actor, room)
+        return _granted(
+            domain.run(self.allocator, m.Allocate(pages, states, owner, account, False, evict))
+        )
 
     def _undo_grant(self, answer: object) -> None:
         grant = _granted(answer)

@@ -317,7 +317,8 @@ class TreeActor:
             if self._tell is not None:
                 self._tell.evicted(gone, "room", message.owner)
             self._dispatch(actions)
-        self._domain.send(self._allocator, m.MadeRoom(enough))
+        if message.tell:
+            self._domain.send(self._allocator, m.MadeRoom(enough))
 
     def _on_evict_excess(self, action: EvictExcessPathStates) -> None:
         gone, actions = self.tree.evict_excess(action)
