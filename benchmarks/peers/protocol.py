@@ -61,6 +61,15 @@ class Adapter:
     def check(self) -> None:
         """Raise `AssertionError` when a slot has leaked."""
 
+    def wanted(self, match: Match, breakpoints: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the cache wants states before the end, ascending.
+
+        `breakpoints` are positions at which the caller expects other continuations; most libraries
+        have no way to be told.
+        """
+        del breakpoints
+        return (match.branch,) if match.branch > match.hit else ()
+
     def written(self) -> Any:
         """The slots of the last insert's key, where the library itself allocated them."""
         raise NotImplementedError
@@ -85,15 +94,6 @@ class Adapter:
     def match(self, key: Any) -> Match:
         """How far the key is cached."""
         raise NotImplementedError
-
-    def wanted(self, match: Match, breakpoints: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the cache wants states before the end, ascending.
-
-        `breakpoints` are positions at which the caller expects other continuations; most libraries
-        have no way to be told.
-        """
-        del breakpoints
-        return (match.branch,) if match.branch > match.hit else ()
 
     def lock(self, handle: Any) -> Any:
         """Protect what was matched; the answer is the receipt for `unlock`."""

@@ -78,12 +78,12 @@ def serve(adapter: Adapter, request: Request, record: Record, held: Tokens | Non
     key = adapter.key(request.tokens)
     keyed = clock()
     match = adapter.match(key)
-    wanted = adapter.wanted(match, request.breakpoints) if adapter.hybrid else ()
     matched = clock()
     receipt = adapter.lock(match.handle)
     locked = clock()
     gathered = adapter.slots(match, receipt)
     spent["gather"] = clock() - locked
+    wanted = adapter.wanted(match, request.breakpoints) if adapter.hybrid else ()
     spent["key"], spent["match"] = keyed - begun, matched - keyed
     spent["insert"] += locked - matched
     place = Place(match, receipt, gathered)

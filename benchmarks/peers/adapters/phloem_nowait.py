@@ -66,7 +66,7 @@ class Adapter(Protocol):
         return self._cache.stats().tree.nodes
 
     def key(self, tokens: Tokens) -> TokenKey:
-        return TokenKey.of(tokens)
+        return TokenKey.of(tokens[: len(tokens) // self.page_size * self.page_size])
 
     def cut(self, key: TokenKey, length: int) -> TokenKey:
         return key.cut(length)
