@@ -1,0 +1,397 @@
+"""Does the simulation find bugs? A table of them, and how many seeds each takes.
+
+    python tests/sim/mutants.py             # all, five starts each; status 1 if one escapes
+    python tests/sim/mutants.py --only fence --starts 1
+
+Each mutant is one small change to one file of a copy of the package. Whether its line is still in
+the source is checked by `test_mutants.py` in the ordinary run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "src" / "phloem"
+SEEDS_MAX = 2_000
+STARTS = (0, 100_000, 200_000, 300_000, 400_000)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which occurs once in the file, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+DOMAIN = "actors/domain.py"
+LEDGER = "actors/ledger.py"
+ALLOCATOR = "actors/allocator.py"
+TRANSFER = "actors/transfer.py"
+ACTOR = "actors/tree/actor.py"
+TREE = "actors/tree/tree.py"
+TREE_CORE = "actors/tree/core.py"
+LEASES = "actors/tree/leases.py"
+RADIX = "actors/tree/radix.py"
+EVICTION = "actors/tree/eviction.py"
+REQUEST = "runtime/request.py"
+CORE = "runtime/core.py"
+STEP = "runtime/step.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    # -- the queue
+    Mutant(
+        "waiting callers are not let in",
+        DOMAIN,
+        "if self._room and len(queue) + self._let_in < self._capacity:",
+        "if False and self._let_in:",
+    ),
+    Mutant("the last message is taken first", DOMAIN, "= queue.popleft()", "= queue.pop()"),
+    Mutant(
+        "a late answer is not undone",
+        DOMAIN,
+        "                        undo(reply.value)",
+        "                        pass",
+    ),
+    Mutant(
+        "a waiter that has left is still served",
+        DOMAIN,
+        "            if undo is not None:\n                reply.abandoned = True",
+        "            if undo is not None:\n                reply.abandoned = False",
+    ),
+    Mutant(
+        "what a cancelled caller was let in for is lost",
+        DOMAIN,
+        "self._admit()  # the room given to this caller goes to the next one",
+        "pass",
+    ),
+    Mutant(
+        "draining stops after one batch",
+        DOMAIN,
+        "        if self._queue:\n            self._schedule()",
+        "        if False:\n            self._schedule()",
+    ),
+    # -- room
+    Mutant(
+        "fences of what is given back are dropped",
+        ALLOCATOR,
+        "if not fence.passed] if after else None",
+        "if not fence.passed and False] if after else None",
+    ),
+    Mutant(
+        "ripe places do not wake those who wait",
+        ALLOCATOR,
+        '        self._freed("state", message.states, -2)\n        self._changed()',
+        '        self._freed("state", message.states, -2)',
+    ),
+    Mutant(
+        "newcomers overtake",
+        ALLOCATOR,
+        "(self._holders if holder else self._newcomers).append(waiter)",
+        "(self._holders if holder else self._newcomers).appendleft(waiter)",
+    ),
+    Mutant(
+        "who fits is served before who waits",
+        ALLOCATOR,
+        "if not self._holders and not self._newcomers and self._fits(message):",
+        "if self._fits(message):",
+    ),
+    Mutant(
+        "room that came while the tree was asked is overlooked",
+        ALLOCATOR,
+        "        if self._moved:\n            self._untry()",
+        "        if False:\n            self._untry()",
+    ),
+    Mutant(
+        "a deadlock of holders is not broken",
+        ALLOCATOR,
+        "        youngest = next(",
+        "        return False\n        youngest = next(",
+    ),
+    Mutant(
+        "what was given back by action wakes nobody",
+        ALLOCATOR,
+        "            self._freed(action.component, ids, owner)\n        if self._ledger.waiting:",
+        "            self._freed(action.component, ids, owner)\n        if False:",
+    ),
+    # -- copies
+    Mutant(
+        "a copy does not wait for the steps before it",
+        TRANSFER,
+        "after = tuple(fence for fence in message.after if not fence.passed)",
+        "after = tuple(fence for fence in message.after if fence.passed)",
+    ),
+    Mutant(
+        "copies in flight touch nothing",
+        TRANSFER,
+        "if not copy.states.isdisjoint(slots)",
+        "if copy.states.isdisjoint(slots)",
+    ),
+    Mutant(
+        "who wrote a state is forgotten",
+        TRANSFER,
+        "written = tuple(f for f in self._writers.get(action.source, ()) if not f.passed)",
+        "written = tuple(f for f in self._writers.get(action.source, ()) if f.passed)",
+    ),
+    Mutant(
+        "a copy that failed counts as done",
+        ACTOR,
+        "        if message.error is None:\n            self._domain.complete(",
+        "        if True:\n            self._domain.complete(",
+    ),
+    Mutant(
+        "a copy that failed is never acknowledged",
+        TRANSFER,
+        "        if self._domain.stopped is None:\n            self._domain.send(",
+        "        if self._domain.stopped is None and ticket.error is None:\n"
+        "            self._domain.send(",
+    ),
+    Mutant(
+        "the boundary's state is given up when its copy is asked for",
+        ACTOR,
+        "            self._domain.send(self._transfer, CopyState(",
+        "            self._release_state(lease)\n"
+        "            self._domain.send(self._transfer, CopyState(",
+    ),
+    # -- the tree and its actor
+    Mutant(
+        "a released lease wakes nobody",
+        ACTOR,
+        "        if self._ledger.waiting:\n            assert self._allocator is not None",
+        "        if False:\n            assert self._allocator is not None",
+    ),
+    Mutant(
+        "actions are carried out in reverse",
+        ACTOR,
+        "        for action in actions:\n            kind",
+        "        for action in reversed(actions):\n            kind",
+    ),
+    Mutant(
+        "the writers of an adopted state are not told",
+        ACTOR,
+        "            if after:\n                assert self._transfer is not None",
+        "            if False:\n                assert self._transfer is not None",
+    ),
+    Mutant(
+        "duplicates are not given back",
+        TREE,
+        "        if taken and swap:\n",
+        "        if taken and not swap:\n",
+    ),
+    Mutant(
+        "the page table is rewritten but for one page",
+        TREE,
+        "            changed.append(PagesChanged(offset // TOKEN_BYTES, child.pages))",
+        "            changed.append(PagesChanged(offset // TOKEN_BYTES, child.pages[:-1]))",
+    ),
+    Mutant(
+        "a state is put where one is",
+        TREE,
+        "        if node.state != NO_SLOT:\n            actions.append(",
+        "        if node.state == -1:\n            actions.append(",
+    ),
+    Mutant(
+        "an advanced lease has no state",
+        TREE,
+        "self.leases.move(lease, anchor, self.now, with_state=self.has_states)",
+        "self.leases.move(lease, anchor, self.now, with_state=False)",
+    ),
+    Mutant(
+        "a lease of a former generation is accepted",
+        TREE_CORE,
+        "        if lease.generation != self.generation:\n            raise StaleHandle(",
+        "        if lease.generation == -1:\n            raise StaleHandle(",
+    ),
+    Mutant(
+        "a split leaves the upper part unprotected",
+        RADIX,
+        "            upper.protected_children = 1",
+        "            upper.protected_children = 0",
+    ),
+    Mutant(
+        "a merge joins pages the wrong way round",
+        RADIX,
+        "child.pages = node.pages + child.pages",
+        "child.pages = child.pages + node.pages",
+    ),
+    Mutant(
+        "protection does not reach the parent",
+        LEASES,
+        "            parent.protected_children += 1\n            node = parent\n\n",
+        "            return\n\n",
+    ),
+    Mutant(
+        "leased KV may go",
+        EVICTION,
+        "        and not node.leases\n",
+        "        and node.leases >= 0\n",
+    ),
+    Mutant(
+        "a leased state may go",
+        EVICTION,
+        "node.state != NO_SLOT and not node.state_leases",
+        "node.state != NO_SLOT and node.state_leases >= 0",
+    ),
+    Mutant(
+        "a state part that ends frees the whole path",
+        LEASES,
+        "        anchor.state_leases -= 1\n",
+        "        anchor.state_leases = 0\n",
+    ),
+    # -- requests
+    Mutant(
+        "more is published than was computed",
+        REQUEST,
+        "return min(self.computed, self._key.length)",
+        "return min(self.room, self._key.length)",
+    ),
+    Mutant(
+        "the page table is not rewritten",
+        REQUEST,
+        "            self._pages[at : at + len(change.pages)] = change.pages",
+        "            pass",
+    ),
+    Mutant(
+        "pages that an advance replaced are lost",
+        REQUEST,
+        '        self._give_back(replaced, array("i"), ())',
+        "        replaced = replaced[:0]",
+    ),
+    Mutant(
+        "an aborted request forgets its working state",
+        REQUEST,
+        "            states.append(self.state_slot)",
+        "            pass",
+    ),
+    Mutant(
+        "an aborted checkpoint forgets its copy",
+        REQUEST,
+        "            states.append(self._copy_slot)",
+        "            pass",
+    ),
+    Mutant(
+        "an ended request drops its fences",
+        REQUEST,
+        "        self._give_back(own, states, fences)\n",
+        "        self._give_back(own, states, ())\n",
+    ),
+    Mutant(
+        "an ended request's lease goes before its steps",
+        REQUEST,
+        "core.release_lease_after(self._lease, fences)",
+        "core.release_lease_after(self._lease, ())",
+    ),
+    Mutant(
+        "a state is published where it is not true",
+        REQUEST,
+        "            and self._state_at == position == self.computed\n",
+        "            and self._state_at is not None\n",
+    ),
+    Mutant(
+        "an abandoned pass counts as computed",
+        REQUEST,
+        "            self.computed = start\n        self._state_at = None",
+        "            pass\n        self._state_at = self.computed",
+    ),
+    Mutant(
+        "a grant that nobody heard of is kept",
+        CORE,
+        "        if not self.stopped:\n            self.domain.send(\n                self.allocator,\n",
+        "        if self.stopped:\n            self.domain.send(\n                self.allocator,\n",
+    ),
+)
+
+
+HUNT = """
+import json, sys, torch
+torch.set_num_threads(1)
+from phloem.runtime.simulation.campaign import plan_for, run_plan
+found = []
+for start in json.loads(sys.argv[1]):
+    for number in range(int(sys.argv[2])):
+        try:
+            run_plan(plan_for(start + number))
+        except Exception as error:
+            cause = getattr(error, "error", error)
+            found.append([number + 1, f"{type(cause).__name__}: {str(cause).splitlines()[0]}"])
+            break
+    else:
+        found.append(None)
+        break
+print("FOUND" + json.dumps(found))
+"""
+
+
+@dataclass
+class Found:
+    """After how many seeds each start failed, None for never; and what the first one said."""
+
+    mutant: Mutant
+    seeds: list[int | None]
+    how: str
+
+
+def hunt(mutant: Mutant, starts: tuple[int, ...] = STARTS, seeds_max: int = SEEDS_MAX) -> Found:
+    """Look for one mutant, from each start until it is found."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "phloem"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        file = copy / mutant.file
+        text = file.read_text(encoding="utf-8")
+        assert text.count(mutant.old) == 1, f"{mutant.name}: its line is not in {mutant.file} once"
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-c", HUNT, json.dumps(starts), str(seeds_max)],
+            env={"PYTHONPATH": folder, "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    _, mark, answer = done.stdout.rpartition("FOUND")
+    if not mark:
+        raise RuntimeError(f"{mutant.name}: {done.stderr[-2000:]}")
+    found = json.loads(answer)
+    seeds = [entry and entry[0] for entry in found]
+    return Found(mutant, seeds, next((entry[1] for entry in found if entry), "not found"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--starts", type=int, default=len(STARTS))
+    parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help="at most, for each start")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    escaped = 0
+    print(f"{'mutant':58} {'median':>6} {'most':>6}  found as")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        searches = [
+            pool.submit(hunt, mutant, STARTS[: options.starts], options.seeds) for mutant in chosen
+        ]
+        for search in searches:
+            found = search.result()
+            seeds = [count for count in found.seeds if count is not None]
+            if len(seeds) < len(found.seeds):
+                escaped += 1
+                print(f"{found.mutant.name:58} {'-':>6} {'-':>6}  escaped", flush=True)
+                continue
+            median = int(statistics.median(seeds))
+            print(f"{found.mutant.name:58} {median:6} {max(seeds):6}  {found.how[:90]}", flush=True)
+    print(f"{len(chosen) - escaped} of {len(chosen)} mutants found")
+    return 1 if escaped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
