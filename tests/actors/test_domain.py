@@ -57,9 +57,8 @@ class Echo:
     promised: dict[str, Reply] = field(default_factory=dict)
     inside: bool = False
 
-    @property
-    def handlers(self) -> Handlers:
-        return {
+    def __post_init__(self) -> None:
+        self.handlers: Handlers = {
             Say: self._say,
             Promise: self._promise,
             Keep: self._keep,

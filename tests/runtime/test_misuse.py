@@ -6,6 +6,7 @@ import asyncio
 import gc
 from array import array
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,25 +169,27 @@ async def test_calls_out_of_order(inline: bool) -> None:
         for end in (-1, 2 * PAGE + 1, len(PROMPT) + 1, 10**12):
             await refused(here, InvalidRequest, launch(end), match="computed up to|at least")
             await request.ready()  # an abandoned pass may have overwritten the state
-        for end in (2.0, "4", None):
-            await refused(here, InvalidRequest, launch(end), match="whole number")
+        unfit: Any
+        for unfit in (2.0, "4", None):
+            await refused(here, InvalidRequest, launch(unfit), match="whole number")
             await request.ready()
-        for limit in (0, -1, 2.5):
-            await refused(here, InvalidRequest, lambda n=limit: request.next_stop(n))
-        for position in (-1, len(PROMPT) + 1, 1.5):
-            await refused(here, InvalidRequest, lambda p=position: request.rollback(p))
+        for unfit in (0, -1, 2.5):
+            await refused(here, InvalidRequest, partial(request.next_stop, unfit))
+        for unfit in (-1, len(PROMPT) + 1, 1.5):
+            await refused(here, InvalidRequest, partial(request.rollback, unfit))
         await refused(here, InvalidRequest, lambda: request.try_snapshot_slot(4.0))  # type: ignore[arg-type]  # on purpose
         await refused(here, InvalidRequest, lambda: request.finish(publish="some"))  # type: ignore[arg-type]  # on purpose
         await compute(here, request, PROMPT, 2 * PAGE)
         await refused(here, InvalidRequest, lambda: request.rollback(PAGE), match="no snapshot")
         step = cache.step([request])
-        for call in (
+        calls: list[Callable[[], object]] = [
             request.advance,
             request.checkpoint,
             request.fork,
             request.finish,
             lambda: request.rollback(2 * PAGE),
-        ):
+        ]
+        for call in calls:
             await refused(here, InvalidRequest, call, match="step")
         request.extend([7])
         await request.allocate(1)
@@ -195,8 +198,8 @@ async def test_calls_out_of_order(inline: bool) -> None:
         await refused(here, InvalidRequest, lambda: request.rollback(PAGE), match="not over")
         await refused(here, InvalidRequest, lambda: step.launched({request: 2 * PAGE}))
         step.end()
-        for call in (step.end, step.abandon, lambda: step.launched({})):
-            await refused(here, InvalidRequest, call)
+        for again in (step.end, step.abandon, lambda: step.launched({})):
+            await refused(here, InvalidRequest, again)
         request.abort()
 
 
@@ -524,9 +527,10 @@ def test_wrong_configurations(wrong: str) -> None:
 
 
 def test_wrong_placements() -> None:
-    for options in ({"budget": -1}, {"max_states_per_path": 0}):
-        with pytest.raises(InvalidRequest):
-            Placement(**options)
+    with pytest.raises(InvalidRequest):
+        Placement(budget=-1)
+    with pytest.raises(InvalidRequest):
+        Placement(max_states_per_path=0)
     with pytest.raises(TypeError):
         CacheConfig(layout=HYBRID, page_sise=16)  # type: ignore[call-arg]  # on purpose
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from serving import (
@@ -25,7 +26,7 @@ from serving import (
     write_state,
 )
 
-from phloem import InvalidRequest, ModelLayout, Placement, Request, StaleHandle
+from phloem import DevicePools, InvalidRequest, ModelLayout, Placement, Request, StaleHandle
 from phloem.events import Inserted, LeaseEnded, Refused, RequestEnded
 
 PROMPT = run(1, 3 * PAGE + 1)
@@ -236,10 +237,7 @@ def _wait_for(event: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
     asyncio.run_coroutine_threadsafe(event.wait(), loop).result(20)
 
 
-def _write(pools: object, table: list[int], slot: int, chain: list[int]) -> None:
-    from phloem import DevicePools
-
-    assert isinstance(pools, DevicePools)
+def _write(pools: DevicePools, table: Sequence[int], slot: int, chain: list[int]) -> None:
     for position in range(len(chain) - 1):
         for layer in pools.kv.values():
             layer.k[table[position // PAGE], position % PAGE] = chain[position + 1]
