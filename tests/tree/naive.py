@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tree.support import CALLER, World
 
-from phloem.actors.actions import TREE, FreeDeviceSlots
+from phloem.actors.actions import TREE, Action, FreeDeviceSlots
 from phloem.actors.tree import Lease, Match, Namespace, TokenKey
 from phloem.actors.tree.keys import TOKEN_BYTES
 from phloem.actors.tree.node import NO_SLOT, Node
@@ -30,8 +30,17 @@ class Holding(NamedTuple):
 class Compared:
     """A world and its naive twin; every operation is done to both and the results compared."""
 
-    def __init__(self, page: int, chunk: int, kinds: tuple[str, ...]) -> None:
-        self.world = World(page=page, chunk=chunk, kinds=kinds, pages=24, states=5)
+    def __init__(
+        self,
+        page: int,
+        chunk: int,
+        kinds: tuple[str, ...],
+        policy: str = "lru",
+        cap: int | None = None,
+    ) -> None:
+        self.world = World(
+            page=page, chunk=chunk, kinds=kinds, pages=24, states=5, policy=policy, cap=cap
+        )
         self.page_bytes = page * TOKEN_BYTES
         self.stateful = "state" in kinds
         self.kv: dict[Prefix, int] = {}
@@ -98,16 +107,46 @@ class Compared:
         assert not match.forgotten
         return match
 
-    def acquire(self, key: TokenKey, limit: int | None = None, *, opened: bool = False) -> None:
+    def acquire(
+        self,
+        key: TokenKey,
+        limit: int | None = None,
+        *,
+        opened: bool = False,
+        taste: int = 0,
+    ) -> None:
+        """`taste` varies the preferences of a request that is opened."""
         expected = self._boundary(key, limit)
         tree = self.world.tree
         if opened:
-            lease, match = tree.open(key, owner="model", limit=limit)
+            lease, match = tree.open(
+                key,
+                owner="model",
+                limit=limit,
+                session=f"s{taste % 3}" if taste % 2 else None,
+                session_ends=taste % 5 and tree.time + taste % 7,
+                priority=taste % 4 * 10,
+                keep_until=taste % 3 and tree.time + taste % 11,
+            )
         else:
             lease, match = tree.acquire(key, owner="model", limit=limit)
         assert lease.boundary == match.usable == len(expected[1]) // TOKEN_BYTES
         self.world.check_content(lease)
         self.held.append(Holding(lease, expected, self.stateful, opened))
+        self.compare()
+
+    def fork(self, number: int) -> None:
+        """A second lease at the same boundary, without the state."""
+        holding = self.held[number]
+        lease = self.world.tree.fork(holding.lease, owner="fork")
+        self.held.append(Holding(lease, holding.boundary, False, False))
+        self.compare()
+
+    def prefer(self, number: int, time: int) -> None:
+        """Time passes, a session stands where its request is, another one is closed."""
+        self.world.tree.tick(time)
+        self.world.tree.stand_on(self.held[number].lease)
+        self.world.tree.close_session(f"s{time % 5}")
         self.compare()
 
     def advance(self, number: int, beyond: int) -> None:
@@ -149,6 +188,7 @@ class Compared:
             world.states.content[slot] = (key.root, key.data[: length * TOKEN_BYTES])
         reused = [prefix for prefix in mine if prefix in self.kv]
         end = prefixes[-1] if prefixes else (key.root, b"")
+        logged = len(world.log)
         published = world.publish_own(key, pages, slot, lease, length=length, swap=swap)
         if prefixes:
             assert published.end == len(end[1]) // TOKEN_BYTES
@@ -164,7 +204,20 @@ class Compared:
             self.states.setdefault(end, slot)
         if holding is not None and number is not None and prefixes:
             self.held[number] = holding._replace(boundary=end)
+        self._forget_excess(world.log[logged:], slot)
         self.compare()
+
+    def _forget_excess(self, actions: list[Action], offered: int) -> None:
+        """What the cap for each path took: states that nobody leases and that are no tail."""
+        cap = self.world.tree.placement.max_states_per_path
+        for action in actions:
+            if isinstance(action, FreeDeviceSlots) and action.component == "state":
+                lost = {p for p, slot in self.states.items() if slot in action.ids}
+                assert cap is not None or not lost
+                assert not lost & self._protected_states()
+                for prefix in lost:
+                    assert self.states[prefix] != offered
+                    del self.states[prefix]
 
     def _make_room(self, pages: int, states: int) -> bool:
         world = self.world
@@ -191,11 +244,16 @@ class Compared:
         self._forget(gone, pages, states)
         self.compare()
 
+    def use_policy(self, name: str) -> None:
+        """The content stays, whatever the policy."""
+        self.world.tree.use_policy(name)
+        self.compare()
+
     def _first_victim(self, pages: int, states: int) -> int | None:
         """The last page, or the state, of the node that goes first, found by looking at all."""
         tree = self.world.tree
         index = tree.kv_index if pages else tree.state_index if states else None
-        if index is None:
+        if index is None or not tree.policy.rises_only:
             return None
         nodes: list[Node] = [node for node in tree.radix if index.eligible(node)]
         if not nodes:
