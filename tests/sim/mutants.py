@@ -307,8 +307,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a grant that nobody heard of is kept",
         CORE,
-        "        if not self.stopped:\n            self.domain.send(\n                self.allocator,\n",
-        "        if self.stopped:\n            self.domain.send(\n                self.allocator,\n",
+        "        if not self.stopped:\n            self.domain.send(\n                self.alloc",
+        "        if self.stopped:\n            self.domain.send(\n                self.alloc",
     ),
 )
 

@@ -65,7 +65,9 @@ class Places:
     def _granted(self, event: Granted) -> None:
         known = self._names.setdefault(event.account, event.request)
         if known != event.request:
-            raise Violation(f"account {event.account} is {known!r}'s, granted to {event.request!r}")
+            raise Violation(
+                f"account {event.account} is of {known!r}, granted to {event.request!r}"
+            )
         self._move("kv", event.pages, FREE, event.account, event)
         self._move("state", event.states, FREE, event.account, event)
 
@@ -161,7 +163,7 @@ class Places:
         """Who owns a place, in words."""
         holder = self._owners[component][place]
         name = {FREE: "free", PARKED: "parked", TREE: "the tree's"}.get(holder)
-        return name or f"{self._names.get(holder, '?')!r}'s (account {holder})"
+        return name or f"of {self._names.get(holder, '?')!r} (account {holder})"
 
     def counts(self, component: Component) -> Counter[int]:
         """Places by owner (`FREE`, `PARKED`, `TREE`, accounts), the reserved one left out."""

@@ -225,7 +225,7 @@ class Watch:
                 raise Violation(f"copy {message.op} is acknowledged more often than asked for")
         elif isinstance(message, m.Allocate):
             self._came_as_holder = message.owner in self._holding(core)
-        elif isinstance(message, m.MakeRoom):
+        elif isinstance(message, m.MakeRoom) and message.tell:
             self._asking += 1
             if self._asking != 1:
                 raise Violation("two allocations ask the tree for room at once")
