@@ -27,7 +27,6 @@ from phloem import (
 from phloem.actors.tree.keys import Namespace
 from phloem.cuda_streams.engine import Post, Ticket
 from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
-from phloem.errors import CacheCrashed
 from phloem.events import Event
 
 PAGE = 4
@@ -337,6 +336,14 @@ async def compute(
     work.result()
 
 
+async def opened(here: House, tokens: Sequence[int], room: int = 6 * PAGE) -> Request:
+    """A request that is ready, with room for `room` tokens in all."""
+    request = await here.cache.open_request(tokens)
+    await request.allocate(room - request.computed)
+    await request.ready()
+    return request
+
+
 async def serve(
     here: House,
     tokens: Sequence[int],
@@ -376,10 +383,3 @@ async def seed(here: House, tokens: Sequence[int], *, namespace: Namespace = _DE
             await compute(here, request, tokens, len(tokens), namespace=namespace)
         await request.finish()
     await here.settled()
-
-
-def stop_after_crash(cache: CacheRuntime) -> CacheCrashed:
-    """The crash that stopped a runtime."""
-    stopped = cache._core.domain.stopped if cache._core is not None else None
-    assert isinstance(stopped, CacheCrashed)
-    return stopped

@@ -1,4 +1,4 @@
-"""Requests: what they take over, publish, copy, give up and keep, with the bytes looked at."""
+"""Requests: what they take over, publish, copy and give up, with the bytes looked at."""
 
 from __future__ import annotations
 
@@ -10,34 +10,24 @@ from serving import (
     ATTENTION,
     HYBRID,
     PAGE,
-    House,
     check_kv,
     check_state,
     compute,
     digests,
     dump,
     house,
-    over,
-    read_kv,
-    read_state,
+    opened,
     run,
     seed,
     serve,
     write_state,
 )
 
-from phloem import DevicePools, InvalidRequest, ModelLayout, Placement, Request, StaleHandle
-from phloem.events import Inserted, LeaseEnded, Refused, RequestEnded
+from phloem import DevicePools, InvalidRequest, ModelLayout
+from phloem.events import LeaseEnded, Refused, RequestEnded
 
 PROMPT = run(1, 3 * PAGE + 1)
 BOTH = pytest.mark.parametrize("layout", [HYBRID, ATTENTION], ids=["hybrid", "attention"])
-
-
-async def opened(here: House, tokens: list[int] = PROMPT, room: int = 6 * PAGE) -> Request:
-    request = await here.cache.open_request(tokens)
-    await request.allocate(room - request.computed)
-    await request.ready()
-    return request
 
 
 # -- advance ---------------------------------------------------------------------------------------
@@ -48,7 +38,7 @@ async def test_advance_takes_over_what_others_have_published(
     layout: ModelLayout, inline: bool
 ) -> None:
     async with house(inline=inline, layout=layout) as here:
-        late = await opened(here)
+        late = await opened(here, PROMPT)
         before = late.page_table()
         free = here.cache.stats().kv.free
         assert (await late.advance()).usable == 0 and late.page_table() == before
@@ -66,7 +56,7 @@ async def test_advance_takes_over_what_others_have_published(
 
 async def test_advance_goes_on_from_what_is_computed_only_if_that_is_less(inline: bool) -> None:
     async with house(inline=inline) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         await compute(here, request, PROMPT, 2 * PAGE)
         await seed(here, PROMPT[:PAGE])
         assert (await request.advance()).usable == 0 and request.computed == 2 * PAGE
@@ -100,7 +90,7 @@ async def test_a_checkpoint_at_a_wanted_position_publishes_a_copy_of_the_state(
 ) -> None:
     async with house(inline=inline) as here:
         pools = here.cache.pools
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         assert [w.position for w in request.wanted] == [3 * PAGE]
         assert request.next_stop(100) == (0, 3 * PAGE), "chunks end where a state is wanted"
         await compute(here, request, PROMPT, PAGE)
@@ -124,7 +114,7 @@ async def test_a_checkpoint_at_a_wanted_position_publishes_a_copy_of_the_state(
 async def test_f037_duplicates_give_way_to_the_trees_pages(inline: bool) -> None:
     async with house(inline=inline, pages=14) as here:
         cache = here.cache
-        first, second = await opened(here), await opened(here)
+        first, second = await opened(here, PROMPT), await opened(here, PROMPT)
         for request in (first, second):
             await compute(here, request, PROMPT, 2 * PAGE)
         await first.checkpoint(state=True)
@@ -168,7 +158,7 @@ async def test_f083_without_a_slot_the_kv_is_published_and_the_request_goes_on(
     inline: bool,
 ) -> None:
     async with house(inline=inline, states=1) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         await compute(here, request, PROMPT, 3 * PAGE)
         result = await request.checkpoint()
         assert result is not None and result.state == "none" and result.published == 3 * PAGE
@@ -182,7 +172,7 @@ async def test_f083_without_a_slot_the_kv_is_published_and_the_request_goes_on(
 @pytest.mark.parametrize("end", [3 * PAGE - 1, 2 * PAGE])
 async def test_a_state_off_the_grid_is_refused_and_no_error(end: int, inline: bool) -> None:
     async with house(inline=inline, state_chunk=3 * PAGE) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         await compute(here, request, PROMPT, end)
         result = await request.checkpoint(state=True)
         assert result is not None and result.state == "none"
@@ -192,7 +182,7 @@ async def test_a_state_off_the_grid_is_refused_and_no_error(end: int, inline: bo
 
 async def test_a_state_that_exists_is_not_copied_again(inline: bool) -> None:
     async with house(inline=inline) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         await compute(here, request, PROMPT, PAGE)
         await request.checkpoint(state=True)
         copies = here.cache.stats().actions["copies"]
@@ -251,7 +241,7 @@ def _write(pools: DevicePools, table: Sequence[int], slot: int, chain: list[int]
 @pytest.mark.parametrize("end", ["checkpoint", "finish"])
 async def test_a_snapshot_by_the_kernel_is_donated(end: str, inline: bool) -> None:
     async with house(inline=inline) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         slot = request.try_snapshot_slot(2 * PAGE)
         assert slot is not None
         await compute(here, request, PROMPT, len(PROMPT), snapshot=(slot, 2 * PAGE))
@@ -269,7 +259,7 @@ async def test_a_snapshot_by_the_kernel_is_donated(end: str, inline: bool) -> No
 
 async def test_a_snapshot_that_was_not_reached_is_not_donated(inline: bool) -> None:
     async with house(inline=inline) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         assert request.try_snapshot_slot(3 * PAGE) is not None
         await compute(here, request, PROMPT, 2 * PAGE)
         await request.checkpoint(state=False)
@@ -280,7 +270,7 @@ async def test_a_snapshot_that_was_not_reached_is_not_donated(inline: bool) -> N
 
 async def test_snapshot_slots_are_refused_with_a_reason(inline: bool) -> None:
     async with house(inline=inline, states=2) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         for position, why in ((3, "off_grid"), (0, "unsettled"), (-PAGE, "")):
             if why:
                 assert request.try_snapshot_slot(position) is None
@@ -295,7 +285,7 @@ async def test_snapshot_slots_are_refused_with_a_reason(inline: bool) -> None:
 
 async def test_a_snapshot_of_a_pass_that_was_given_up_is_given_up_too(inline: bool) -> None:
     async with house(inline=inline) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         slot = request.try_snapshot_slot(2 * PAGE)
         assert slot is not None
         step = here.cache.step([request])
@@ -353,7 +343,7 @@ async def test_nothing_beyond_what_is_accepted_is_published(inline: bool) -> Non
 
 async def test_a_rollback_into_the_prompt_forgets_the_rest_of_it(inline: bool) -> None:
     async with house(inline=inline, layout=ATTENTION) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         await compute(here, request, PROMPT, PAGE)
         await request.rollback(PAGE + 1)
         await serve(here, PROMPT)
@@ -371,7 +361,7 @@ async def test_a_rollback_into_the_prompt_forgets_the_rest_of_it(inline: bool) -
 
 async def test_an_abandoned_pass_counts_for_nothing(inline: bool) -> None:
     async with house(inline=inline) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         with pytest.raises(ZeroDivisionError), here.cache.step([request]) as step:
             step.launched({request: 2 * PAGE})
             assert request.computed == 2 * PAGE
@@ -389,7 +379,7 @@ async def test_the_working_state_comes_back_from_the_boundary_or_not_at_all(
     """A state that is not there any more must not become a cleared one."""
     async with house(inline=inline) as here:
         cache = here.cache
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         await compute(here, request, PROMPT, 2 * PAGE)
         await request.checkpoint(state=kept != "never")
         assert request.boundary == request.computed == 2 * PAGE
@@ -516,7 +506,7 @@ async def test_a_fork_outlives_the_request_it_came_from(inline: bool) -> None:
 
 async def test_a_fork_takes_no_name_that_is_taken(inline: bool) -> None:
     async with house(inline=inline) as here:
-        request = await opened(here)
+        request = await opened(here, PROMPT)
         await compute(here, request, PROMPT, PAGE)
         other = await here.cache.open_request(PROMPT, id="other")
         before = dump(here.cache)
@@ -527,209 +517,3 @@ async def test_a_fork_takes_no_name_that_is_taken(inline: bool) -> None:
         here.cache.step([other]).abandon()  # it is still the one of this name
         other.abort()
         request.abort()
-
-
-# -- the end ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("publish", "kv", "usable"), [("all", 4, 4), ("prompt", 3, 3), ("none", 0, 0)]
-)
-async def test_finish_publishes_what_it_is_told(
-    publish: str, kv: int, usable: int, inline: bool
-) -> None:
-    async with house(inline=inline) as here:
-        whole = PROMPT + run(70, 3)
-        request = await opened(here)
-        await compute(here, request, whole, 3 * PAGE)
-        if publish != "none":
-            await request.checkpoint()
-        request.extend(run(70, 3))
-        await compute(here, request, whole, len(whole))
-        await request.finish(publish=publish)  # type: ignore[arg-type]  # one of the three
-        await here.settled()
-        match = await here.cache.match(whole, whole=True)
-        assert (match.kv_prefix, match.usable) == (kv * PAGE, usable * PAGE)
-        assert here.of_type(RequestEnded)[-1].published == kv * PAGE
-
-
-async def test_without_reuse_of_decoded_tokens_only_the_prompt_is_published(inline: bool) -> None:
-    async with house(inline=inline, reuse_decoded=False) as here:
-        await serve(here, PROMPT[: 2 * PAGE], more=2 * PAGE)
-        whole = PROMPT[: 2 * PAGE] + list(range(900, 900 + 2 * PAGE))
-        assert (await here.cache.match(whole, whole=True)).kv_prefix == 2 * PAGE
-
-
-async def test_a_cache_that_is_off_serves_and_keeps_nothing(inline: bool) -> None:
-    async with house(inline=inline, enabled=False) as here:
-        for _ in range(2):
-            assert await serve(here, PROMPT, more=2) == 0
-        await here.settled()
-        assert here.cache.stats().kv.tree == here.cache.stats().state.tree == 0
-
-
-async def test_a_model_that_writes_on_keeps_the_working_state(inline: bool) -> None:
-    """Finish off the grid: KV alone is published, the slot comes back."""
-    async with house(inline=inline, placement=Placement(end_of_prompt=False)) as here:
-        request = await opened(here)
-        await compute(here, request, PROMPT, len(PROMPT))
-        await request.finish()
-        await here.settled()
-        stats = here.cache.stats()
-        assert stats.kv.tree == 3 and stats.state.tree == 0
-        assert here.of_type(Inserted)[-1].state == "none"
-
-
-async def test_f020_the_next_step_may_still_write_what_was_finished(inline: bool) -> None:
-    async with house(inline=inline) as here:
-        cache = here.cache
-        request = await opened(here, PROMPT, room=5 * PAGE)
-        request.extend(run(70, 3))  # up to the end of a page
-        with cache.step([request]) as step:
-            step.launched({request: 4 * PAGE})
-        late = cache.step([request])
-        late.launched({request: 4 * PAGE})  # runs ahead of what is accepted
-        await request.finish()
-        stats = cache.stats()
-        assert stats.kv.parked == 1 and stats.kv.free == stats.kv.size - 5
-        assert request.resources() == {"leases": 1, "steps": 1}
-        late.end()
-        await here.settled()
-        await here.until(lambda: not request.resources())
-        assert request.resources() == {} and cache.stats().kv.parked == 0
-
-
-# -- reset -----------------------------------------------------------------------------------------
-
-
-async def test_f003_f062_running_requests_survive_a_reset_and_give_all_back(
-    inline: bool,
-) -> None:
-    async with house(inline=inline) as here:
-        cache = here.cache
-        await seed(here, PROMPT[: 2 * PAGE])
-        request, aborted, idle = [await opened(here) for _ in range(3)]
-        lease = await cache.acquire(PROMPT, owner="low")
-        await compute(here, request, PROMPT, 3 * PAGE)
-        for number in range(1, 4):
-            assert await cache.reset() == number
-            await cache.audit()
-        assert (await cache.match(PROMPT)).kv_prefix == 0
-        assert cache.stats().kv.tree == 2, "what leases still protect"
-        assert await request.checkpoint() is None
-        assert (await request.advance()).usable == 2 * PAGE
-        await compute(here, request, PROMPT, len(PROMPT))  # reads the former generation's pages
-        with pytest.raises(StaleHandle):
-            await request.fork()
-        with pytest.raises(StaleHandle):
-            await cache.insert(PROMPT[: 2 * PAGE], pages=[], lease=lease)
-        await request.finish()
-        aborted.abort()
-        lease.release()
-        assert cache.stats().kv.tree == 2
-        idle.abort()
-        await here.settled()
-        await here.until(lambda: cache.stats().kv.free == 32)
-        assert cache.stats().kv.free == 32 and cache.stats().state.free == 8
-        assert await serve(here, PROMPT) == 0
-
-
-async def test_a_reset_while_the_state_of_a_checkpoint_is_copied(inline: bool) -> None:
-    async with house(inline=inline) as here:
-        request = await opened(here)
-        await compute(here, request, PROMPT, 3 * PAGE)
-        here.gate.shut()
-        checkpoint = asyncio.ensure_future(request.checkpoint())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        await here.cache.reset()
-        here.gate.open()
-        assert await asyncio.wait_for(checkpoint, 5) is None
-        assert here.cache.stats().state.granted == 1, "the copy's slot came back"
-        await request.finish()
-
-
-async def test_a_reset_in_the_middle_of_a_step(inline: bool) -> None:
-    async with house(inline=inline) as here:
-        await seed(here, PROMPT[:PAGE])
-        request = await opened(here)
-        with here.cache.step([request], stream=here.stream) as step:
-            work = here.stream.run(lambda: None)
-            await here.cache.reset()
-            step.launched({request: len(PROMPT)})
-        await over(step)
-        work.result(5)
-        await request.finish()
-        assert (await here.cache.match(PROMPT)).kv_prefix == 0
-
-
-# -- leases and the lower level --------------------------------------------------------------------
-
-
-async def test_an_insert_at_the_lower_level_moves_its_lease(inline: bool) -> None:
-    async with house(inline=inline) as here:
-        cache = here.cache
-        lease = await cache.acquire(PROMPT, owner="low")
-        grant = await cache.allocate(pages=3, states=1, owner="low")
-        result = await cache.insert(
-            PROMPT[: 3 * PAGE], pages=grant.pages, state=grant.states[0], lease=lease
-        )
-        assert result.adopted == ((0, 3 * PAGE),) and lease.boundary == 3 * PAGE
-        assert lease.pages == grant.pages and lease.state == grant.states[0]
-        cache.release(grant)  # nothing is left of it
-        assert (await cache.evict(pages=3)).pages == 0
-        lease.release()
-
-
-async def test_pages_that_a_caller_keeps_stay_in_the_grants_they_came_from(inline: bool) -> None:
-    async with house(inline=inline, layout=ATTENTION) as here:
-        cache = here.cache
-        await seed(here, PROMPT[: 2 * PAGE])
-        lease_free = cache.stats().kv.free
-        first = await cache.allocate(pages=1, owner="low")
-        second = await cache.allocate(pages=3, owner="low")
-        pages = first.pages + second.pages
-        result = await cache.insert(PROMPT[:PAGE] + run(2, PAGE), pages=pages[:2], swap=False)
-        assert result.reused == PAGE and result.pages_changed == ()
-        result = await cache.insert(PROMPT[: 3 * PAGE], pages=[pages[0], *pages[2:]], swap=False)
-        assert result.reused == 2 * PAGE and result.adopted == ((2 * PAGE, 3 * PAGE),)
-        await cache.audit()
-        cache.release(second)
-        cache.release(first)
-        assert cache.stats().kv.free == lease_free - 2, "the two that the tree took"
-
-
-async def test_offers_that_a_step_still_writes_are_parked_each_behind_its_own(
-    inline: bool,
-) -> None:
-    async with house(inline=inline) as here:
-        cache = here.cache
-        await seed(here, PROMPT[: 2 * PAGE])
-        request = await opened(here)
-        grant = await cache.allocate(pages=4, owner="low")
-        step = cache.step([request])
-        tokens = PROMPT[: 2 * PAGE]
-        await asyncio.gather(
-            cache.insert(tokens, pages=grant.pages[:2], after=step),
-            cache.insert(tokens, pages=grant.pages[2:]),
-        )
-        assert set(grant.pages[:2]).isdisjoint(cache.core.ledger.kv._free)
-        step.abandon()
-        await here.settled()
-        assert set(grant.pages) <= set(cache.core.ledger.kv._free)
-        request.abort()
-
-
-async def test_a_request_reads_its_boundary_and_owns_the_rest(inline: bool) -> None:
-    async with house(inline=inline) as here:
-        await seed(here, PROMPT[: 2 * PAGE])
-        request = await opened(here, room=4 * PAGE)
-        assert request.resources() == {"pages": 2, "states": 1, "leases": 1}
-        assert request.boundary == request.usable == 2 * PAGE and request.room == 4 * PAGE
-        for values in read_kv(here.cache.pools, request.page_table(), 2 * PAGE):
-            assert values == digests(PROMPT)[1 : 2 * PAGE + 1]
-        assert request.state_slot is not None
-        assert read_state(here.cache.pools, request.state_slot)[0][1] == 2 * PAGE
-        request.abort()
-        await here.until(lambda: not request.resources())
-        assert request.resources() == {}
