@@ -220,7 +220,7 @@ async def test_offers_that_a_step_still_writes_are_parked_each_behind_its_own(
 async def test_a_request_reads_its_boundary_and_owns_the_rest(inline: bool) -> None:
     async with house(inline=inline) as here:
         await seed(here, PROMPT[: 2 * PAGE])
-        request = await opened(here, room=4 * PAGE)
+        request = await opened(here, PROMPT, room=4 * PAGE)
         assert request.resources() == {"pages": 2, "states": 1, "leases": 1}
         assert request.boundary == request.usable == 2 * PAGE and request.room == 4 * PAGE
         for values in read_kv(here.cache.pools, request.page_table(), 2 * PAGE):
