@@ -1,0 +1,172 @@
+"""Trace readers: every sample, every format's traps, and prefixes that stay what they were."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from phloem.errors import InvalidRequest
+from phloem.runtime.simulation import Scale, of_trace, workload
+from phloem.runtime.traces import (
+    SAMPLES,
+    Sessions,
+    TraceRequest,
+    read_agent_tokens,
+    read_azure,
+    read_mooncake,
+    read_sessions,
+    read_trace,
+    sample,
+)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    equal = zip(a, b, strict=False)
+    return next((n for n, (x, y) in enumerate(equal) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_a_sample_reads_in_order_of_time(name: str) -> None:
+    requests = list(sample(name))
+    assert len(requests) >= 20
+    assert [r.at_s for r in requests] == sorted(r.at_s for r in requests)
+    for request in requests:
+        tokens = request.tokens()
+        assert len(tokens) == request.length > 0
+        assert int(tokens.min()) >= 0
+        assert request.output >= 0
+
+
+@pytest.mark.parametrize("name", ["mooncake_conversation", "agentic_coding_sessions"])
+def test_shrinking_keeps_which_prefixes_are_equal(name: str) -> None:
+    requests = list(sample(name))[:40]
+    rng = random.Random(0)
+    for _ in range(200):
+        a, b = rng.choice(requests), rng.choice(requests)
+        blocks = common(a.blocks.tolist(), b.blocks.tolist())
+        for shrink in (1, a.block_size // 4, 10 * a.block_size):
+            size = max(1, a.block_size // shrink)
+            mine, theirs = a.tokens(shrink=shrink).tolist(), b.tokens(shrink=shrink).tolist()
+            shared = common(mine, theirs)
+            assert shared == min(blocks * size, len(mine), len(theirs)), (a, b, shrink)
+
+
+def test_a_conversation_shares_as_much_as_is_known_of_its_trace() -> None:
+    """Every request of the trace begins with the same block, a system prompt."""
+    first = {int(request.blocks[0]) for request in sample("mooncake_conversation")}
+    assert first == {0}
+
+
+def write(path: Path, *lines: object) -> Path:
+    text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def test_mooncake_s_last_block_may_be_partial(tmp_path: Path) -> None:
+    line = {"timestamp": 3000, "input_length": 700, "output_length": 9, "hash_ids": [4, 9]}
+    (request,) = read_mooncake(write(tmp_path / "t.jsonl", line))
+    assert request.at_s == 3
+    assert len(request.tokens()) == 700
+    assert request.tokens()[512] == 9 * 512
+    with pytest.raises(InvalidRequest, match=r"t\.jsonl, line 1: 1100 tokens in 2 blocks"):
+        list(read_mooncake(write(tmp_path / "t.jsonl", {**line, "input_length": 1100})))
+
+
+def test_agents_refer_to_earlier_requests_and_their_answers(tmp_path: Path) -> None:
+    lines = [
+        {"s": 0, "t": 0.0, "ref": -1, "reuse": 0, "new": [1, 2, 3], "out": [4]},
+        {"s": 0, "t": 1.0, "ref": 0, "reuse": 4, "new": [5], "out": [6, 7]},
+        {"s": 1, "t": 2.0, "ref": 1, "reuse": 2, "new": [9], "out": []},
+    ]
+    prompts = [r.tokens().tolist() for r in read_agent_tokens(write(tmp_path / "a.jsonl", *lines))]
+    assert prompts == [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9]]
+    with pytest.raises(InvalidRequest, match="line 1 refers to request 0"):
+        list(read_agent_tokens(write(tmp_path / "b.jsonl", {**lines[1]})))
+
+
+def test_sessions_share_tools_and_are_laid_out_in_time(tmp_path: Path) -> None:
+    def turn(at: float, *runs: tuple[int, int]) -> dict[str, object]:
+        return {"t": at, "model": "m", "in": 0, "out": 5, "runs": runs}
+
+    def session(name: str, *turns: object) -> dict[str, object]:
+        return {"id": name, "block_size": 64, "tool_tokens": 128, "requests": turns}
+
+    path = write(
+        tmp_path / "s.jsonl.gz",
+        session("a", turn(0, (1, 3)), turn(9000, (1, 3), (7, 1)), turn(9001)),
+        session("b", {"type": "subagent", "t": 2, "requests": [turn(1, (1, 4))]}),
+    )
+    requests = list(read_sessions(path, Sessions(every_s=10, pause_max_s=100)))
+    assert [(r.session, r.at_s) for r in requests] == [("a", 0), ("b", 13), ("a", 100)]
+    first, other, third = (r.blocks.tolist() for r in requests)
+    assert first[:2] == other[:2] and first[2] != other[2]
+    assert third[:3] == first
+    alone = list(read_sessions(path, Sessions(every_s=10, pause_max_s=100, share_tools=False)))
+    assert {*alone[0].blocks.tolist()}.isdisjoint(alone[1].blocks.tolist())
+    assert {r.session for r in read_sessions(path, Sessions(first=1))} == {"a"}
+
+
+def test_azure_s_prompts_share_nothing(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "z.csv",
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:17:03.9799600,4,10",
+        "2023-11-16 18:17:05.9799600,0,10",
+        "2023-11-16 18:17:06.4799600,3,8",
+    )
+    a, b = read_azure(path)
+    assert (a.at_s, b.at_s, a.output, b.output) == (0, 2.5, 10, 8)
+    assert not {*a.tokens().tolist()} & {*b.tokens().tolist()}
+    with pytest.raises(InvalidRequest, match=r"z\.csv, line 2"):
+        list(read_azure(write(path, "TIMESTAMP,ContextTokens,GeneratedTokens", "noon,4,10")))
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no trace of a known format"):
+        read_trace(write(tmp_path / "x.jsonl", {"hello": 1}))
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read_trace(tmp_path / "missing.jsonl")
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read_trace(tmp_path / "broken.jsonl.gz")
+    with pytest.raises(InvalidRequest, match="line 2"):
+        list(read_trace(write(tmp_path / "y.jsonl", {**_mooncake()}, '{"hash_ids": 3}')))
+    with pytest.raises(InvalidRequest, match="no sample is called"):
+        sample("nothing")
+
+
+def _mooncake() -> dict[str, object]:
+    return {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
+
+
+def test_a_trace_as_prompts_is_faster_and_says_less() -> None:
+    requests = list(sample("mooncake_conversation"))
+    prompts = list(of_trace(requests, shrink=128, faster=10, answer_max=3))
+    assert len(prompts) == len(requests)
+    assert prompts[-1].at_s == pytest.approx((requests[-1].at_s - requests[0].at_s) / 10)
+    assert max(prompt.output for prompt in prompts) == 3
+    assert isinstance(requests[0], TraceRequest)
+
+
+@pytest.mark.parametrize("name", ["chat", "agents", "collisions", "bursts", "azure_llm_2023_conv"])
+def test_a_workload_is_the_same_for_the_same_seed(name: str) -> None:
+    scale = Scale(requests=12, piece=5)
+
+    def plain(seed: int) -> list[tuple[str, float, list[int], int]]:
+        return [(p.name, p.at_s, list(p.tokens), p.output) for p in workload(name, seed, scale)]
+
+    assert plain(3) == plain(3)
+    assert plain(3) != plain(4)
+    assert len(plain(3)) == 12
+    assert len({entry[0] for entry in plain(3)}) == 12
+    assert [entry[1] for entry in plain(3)] == sorted(entry[1] for entry in plain(3))
+    with pytest.raises(InvalidRequest, match="no workload is called"):
+        workload("nothing", 0)
