@@ -62,7 +62,7 @@ def test_the_quick_demo(
     report = msgspec.json.decode(json.read_bytes(), type=Report)
     assert report.failures == []
     assert [c.workload for c in report.comparisons] == [
-        "conversations", "agent_taubench_airline", "together",
+        "conversations", "taubench_airline", "together",
     ]  # fmt: skip
     for comparison in report.comparisons:
         assert comparison.outputs_equal == comparison.requests

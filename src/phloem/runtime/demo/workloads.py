@@ -176,7 +176,7 @@ def trace_sessions(
         last[session] = name
         if len(turns) == requests:
             break
-    stem = path.name.partition(".")[0].removesuffix("_tokens")
+    stem = path.name.partition(".")[0].removeprefix("agent_").removesuffix("_tokens")
     if not turns:
         raise InvalidRequest(f"{path.name}: no prompt of at most {prompt_max} tokens")
     shorter = f", {shrink} times shorter" if shrink > 1 else ""
