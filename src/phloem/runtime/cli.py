@@ -25,11 +25,27 @@ _STDOUT = Path("-")
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": (
-        "phloem.runtime.simulation.cli",
+        "phloem.runtime.simulation.cli:run",
         "run the real actors under simulated schedulers, with faults",
     ),
+    "trace": (
+        "phloem.runtime.observe.cli:trace",
+        "rebuild the state at a time from a log, or write a timeline for Perfetto",
+    ),
+    "explain": (
+        "phloem.runtime.observe.cli:explain",
+        "why a request of a log hit as far as it did and no further",
+    ),
+    "report": (
+        "phloem.runtime.observe.cli:report",
+        "a log as one page of HTML",
+    ),
+    "top": (
+        "phloem.runtime.observe.cli:top",
+        "watch a cache by the log that it writes",
+    ),
 }
-"""Commands with a command line of their own: the module whose `run(arguments)` it is, and help."""
+"""Commands with a command line of their own: the function of its arguments, and help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments and arguments[0] in _COMMANDS:
-            run: Callable[[Sequence[str]], int] = import_module(_COMMANDS[arguments[0]][0]).run
+            module, _, function = _COMMANDS[arguments[0]][0].partition(":")
+            run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
             return run(arguments[1:])
         options = _parser().parse_args(arguments)
         return _demo(options) if options.command == "demo" else _env(options.json)

@@ -1,0 +1,230 @@
+"""Charts as SVG text. Colours come from classes that the page's style sheet knows.
+
+Every chart is drawn in a box of `WIDTH` units and scales with the page. Marks carry `data-row`: the
+number of the row, in the table beside the chart, that says the same in figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from math import ceil, floor, log10
+from typing import NamedTuple
+
+__all__ = [
+    "Band",
+    "Bar",
+    "Block",
+    "Lane",
+    "WIDTH",
+    "gantt",
+    "icicle",
+    "stacked_area",
+    "stacked_bars",
+]
+
+WIDTH = 960
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 8, 8, 26
+
+
+class Band(NamedTuple):
+    """One layer of a stack: a value for each point of time."""
+
+    name: str
+    css: str
+    values: Sequence[float]
+
+
+class Bar(NamedTuple):
+    """Something that lasts, in a lane; times in seconds."""
+
+    start: float
+    end: float
+    css: str
+    title: str
+
+
+class Lane(NamedTuple):
+    """A named row of bars."""
+
+    name: str
+    bars: Sequence[Bar]
+
+
+class Block(NamedTuple):
+    """A node in an icicle: from token `start` to `end`, over rows `top` to `bottom`."""
+
+    start: float
+    end: float
+    top: float
+    bottom: float
+    css: str
+    heat: float
+    title: str
+
+
+def number(value: float) -> str:
+    """A figure for an axis: 1200 is 1.2k."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round figures between two, three to six of them."""
+    span = max(high - low, 1e-12)
+    unit = 10.0 ** floor(log10(span / 3))
+    step = next(unit * size for size in (1, 2, 5, 10) if span / (unit * size) <= 6)
+    first = ceil(low / step - 1e-9)
+    return [step * n for n in range(first, floor(high / step + 1e-9) + 1)]
+
+
+def _frame(height: float, label: str, body: Iterable[str], css: str = "") -> str:
+    return (
+        f'<svg class="chart {css}" viewBox="0 0 {WIDTH} {height:g}" role="img" tabindex="0" '
+        f'aria-label="{escape(label, quote=True)}">{"".join(body)}</svg>'
+    )
+
+
+def _axes(height: float, times: tuple[float, float], top: float) -> Iterable[str]:
+    low, high = _TOP, height - _BOTTOM
+    for value in _ticks(0.0, top):
+        y = high - (high - low) * value / max(top, 1e-12)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield (
+            f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{number(value)}</text>"
+        )
+    yield from _time_axis(height, times)
+
+
+def _time_axis(height: float, times: tuple[float, float]) -> Iterable[str]:
+    for seconds in _ticks(*times):
+        x = _x(seconds, times)
+        anchor = "end" if x > WIDTH - 30 else "middle"
+        yield (
+            f'<text class="tick" x="{x:.1f}" y="{height - 8:g}" text-anchor="{anchor}">'
+            f"{seconds:.4g} s</text>"
+        )
+
+
+def _x(time: float, times: tuple[float, float]) -> float:
+    first, last = times
+    return _LEFT + (WIDTH - _LEFT - _RIGHT) * (time - first) / max(last - first, 1e-9)
+
+
+def stacked_area(label: str, times: Sequence[float], bands: Sequence[Band], top: float) -> str:
+    """Bands on top of each other over time, stepping at each point; `top` is the whole."""
+    height = 220.0
+    span = (times[0], times[-1])
+    low, high = _TOP, height - _BOTTOM
+    body = list(_axes(height, span, top))
+    below = [0.0] * len(times)
+    for band in bands:
+        above = [base + value for base, value in zip(below, band.values, strict=True)]
+        points: list[str] = []
+        for line, order in ((above, 1), (below, -1)):
+            corners: list[tuple[float, float]] = []
+            for index, value in enumerate(line):
+                y = high - (high - low) * min(value / max(top, 1e-9), 1.0)
+                corners.append((_x(times[index], span), y))
+                if index + 1 < len(line):
+                    corners.append((_x(times[index + 1], span), y))
+            points.extend(f"{x:.1f},{y:.1f}" for x, y in corners[::order])
+        body.append(f'<polygon class="{band.css}" points="{" ".join(points)}"/>')
+        below = above
+    body.extend(_hits(times, span, low, high))
+    return _frame(height, label, body)
+
+
+def stacked_bars(label: str, edges: Sequence[float], bands: Sequence[Band]) -> str:
+    """A stack for each interval between two of `edges`."""
+    height = 220.0
+    span = (edges[0], edges[-1])
+    totals = [sum(values) for values in zip(*(band.values for band in bands), strict=True)]
+    top = max([*totals, 1.0])
+    low, high = _TOP, height - _BOTTOM
+    body = list(_axes(height, span, top))
+    below = [0.0] * len(totals)
+    for band in bands:
+        for row, value in enumerate(band.values):
+            if value:
+                x, end = _x(edges[row], span), _x(edges[row + 1], span)
+                y = high - (high - low) * (below[row] + value) / top
+                tall = (high - low) * value / top
+                wide = max(end - x - 1, 0.8)
+                body.append(
+                    f'<rect class="{band.css}" x="{x:.1f}" y="{y:.2f}" width="{wide:.1f}" '
+                    f'height="{tall:.2f}"/>'
+                )
+                below[row] += value
+    body.extend(_hits(edges[:-1], span, low, high))
+    return _frame(height, label, body)
+
+
+def _hits(
+    starts: Sequence[float], span: tuple[float, float], low: float, high: float
+) -> Iterable[str]:
+    """Invisible columns that the pointer and the keyboard find."""
+    ends = [*starts[1:], span[1]]
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        x = _x(start, span)
+        wide = max(_x(end, span) - x, 1.0)
+        yield (
+            f'<rect class="hit" data-row="{row}" x="{x:.1f}" y="{low}" width="{wide:.1f}" '
+            f'height="{high - low:.1f}"/>'
+        )
+
+
+def gantt(label: str, lanes: Sequence[Lane], span: tuple[float, float]) -> str:
+    """Bars in named lanes over time."""
+    row, gap = 22.0, 6.0
+    height = _TOP + len(lanes) * (row + gap) + _BOTTOM
+    body: list[str] = list(_time_axis(height, span))
+    for index, lane in enumerate(lanes):
+        y = _TOP + index * (row + gap)
+        body.append(
+            f'<rect class="lane" x="{_LEFT}" y="{y:g}" width="{WIDTH - _LEFT - _RIGHT}" '
+            f'height="{row:g}"/>'
+            f'<text class="tick" x="{_LEFT - 6}" y="{y + 15:g}" text-anchor="end">'
+            f"{escape(lane.name)}</text>"
+        )
+        for bar in lane.bars:
+            x = _x(bar.start, span)
+            wide = max(_x(bar.end, span) - x, 0.8)
+            body.append(
+                f'<rect class="{bar.css}" x="{x:.2f}" y="{y + 2:g}" width="{wide:.2f}" '
+                f'height="{row - 4:g}"><title>{escape(bar.title)}</title></rect>'
+            )
+    return _frame(height, label, body)
+
+
+def icicle(label: str, blocks: Sequence[Block], tokens: float, rows: float) -> str:
+    """A tree from left to right: the width of a block is its tokens, warmth is recency."""
+    height = min(max(rows * 16.0, 60.0), 900.0)
+    unit = (height - _TOP) / max(rows, 1e-9)
+    scale = (WIDTH - _LEFT - _RIGHT) / max(tokens, 1.0)
+    body: list[str] = []
+    for position in _ticks(0.0, tokens):
+        x = _LEFT + position * scale
+        anchor = "end" if x > WIDTH - 30 else "middle"
+        body.append(
+            f'<text class="tick" x="{x:.1f}" y="{height + 16:g}" text-anchor="{anchor}">'
+            f"{number(position)}</text>"
+        )
+    for block in blocks:
+        x, y = _LEFT + block.start * scale, _TOP + block.top * unit
+        wide = max((block.end - block.start) * scale - 1, 1.0)
+        tall = max((block.bottom - block.top) * unit - 1, 1.0)
+        body.append(
+            f'<rect class="node {block.css}" style="--heat:{block.heat:.2f}" x="{x:.1f}" '
+            f'y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}">'
+            f"<title>{escape(block.title)}</title></rect>"
+        )
+        if "stateful" in block.css:
+            body.append(
+                f'<rect class="mark" x="{x + wide - 3:.1f}" y="{y:.1f}" width="4" '
+                f'height="{tall:.1f}"/>'
+            )
+    return _frame(height + _BOTTOM, label, body, "icicle")

@@ -1,0 +1,176 @@
+"""The commands that read logs: `phloem trace`, `explain`, `report` and `top`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from phloem.errors import InvalidRequest
+from phloem.runtime.observe.explain import explain_request, readable
+from phloem.runtime.observe.history import entries_until, replay
+from phloem.runtime.observe.report import report as report_page
+from phloem.runtime.observe.state import CacheState
+from phloem.runtime.observe.timeline import timeline
+from phloem.runtime.tracing import read_log
+
+__all__ = ["explain", "report", "top", "trace"]
+
+_OK, _MISUSE = 0, 2
+_STDOUT = Path("-")
+
+
+def trace(arguments: Sequence[str]) -> int:
+    """`phloem trace LOG`: the state at a time, or a timeline."""
+    parser = _parser(
+        "trace",
+        "Rebuilds the state of tree, leases and pools from a log of level debug, or writes the log "
+        "as a timeline that ui.perfetto.dev and chrome://tracing open.",
+    )
+    parser.add_argument(
+        "--at",
+        metavar="TIME",
+        help="seconds since the log began (+2.5) or the epoch, or an ISO time; default: the end",
+    )
+    parser.add_argument("--run", type=int, metavar="N", help="of several in the log; default: last")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the timeline there")
+    _add_json(parser)
+    options = parser.parse_args(arguments)
+    until = None if options.at is None else _time(options.at, options.log)
+    if options.perfetto is not None:
+        _write(options.perfetto, timeline(entries_until(options.log, until)))
+        return _OK
+    state = replay(options.log, until=until, run=options.run).state()
+    if options.json is not None:
+        _write(options.json, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+    else:
+        print(_readable(state))
+    return _OK
+
+
+def explain(arguments: Sequence[str]) -> int:
+    """`phloem explain LOG --request ID`."""
+    parser = _parser(
+        "explain",
+        "Says how far the prompt of a request was cached, why no further, what would have made it "
+        "a hit, and what became of the request.",
+    )
+    parser.add_argument("--request", required=True, metavar="ID", help="its name in the log")
+    parser.add_argument("--run", type=int, metavar="N", help="of several in the log; default: last")
+    _add_json(parser)
+    options = parser.parse_args(arguments)
+    explanation = explain_request(options.log, options.request, options.run)
+    if options.json is not None:
+        text = msgspec.json.format(msgspec.json.encode(explanation), indent=2) + b"\n"
+        _write(options.json, text)
+    else:
+        print(readable(explanation))
+    return _OK
+
+
+def report(arguments: Sequence[str]) -> int:
+    """`phloem report LOG -o FILE`."""
+    parser = _parser("report", "Writes a log as one page of HTML that needs no network.")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
+        help="default: %(default)s",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    _write(options.output, report_page(options.log).encode())
+    return _OK
+
+
+def top(arguments: Sequence[str]) -> int:
+    """`phloem top LOG`: until interrupted."""
+    parser = _parser("top", "Shows pools, rates, queues and requests of a log being written.")
+    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds; default: 1")
+    parser.add_argument("--once", action="store_true", help="show what is there and end")
+    options = parser.parse_args(arguments)
+    try:
+        from phloem.runtime.observe.top import watch
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        print("phloem top needs rich: pip install 'phloem[cli]'", file=sys.stderr)
+        return _MISUSE
+    watch(options.log, every_s=options.every, once=options.once)
+    return _OK
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"phloem {command}", description=description)
+    parser.add_argument("log", type=Path, metavar="LOG", help="events as JSON lines")
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=_STDOUT,
+        type=Path,
+        metavar="FILE",
+        help="write the result as JSON to FILE (without FILE or with -: to standard output)",
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    if path == _STDOUT:
+        sys.stdout.write(data.decode())
+    else:
+        path.write_bytes(data)
+
+
+def _time(text: str, log: Path) -> float:
+    """Seconds since the epoch. Raises `InvalidRequest` for what is no time."""
+    try:
+        if text.startswith("+"):
+            return next(read_log(log)).time + float(text)
+        if text.replace(".", "", 1).isdigit():
+            return float(text)
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, StopIteration) as error:
+        raise InvalidRequest(f"--at {text} is no time: {error}") from None
+
+
+def _readable(state: CacheState) -> str:
+    lines = [f"generation {state.generation}, {len(state.nodes)} nodes, {len(state.leases)} leases"]
+    for name, runs in state.pools.items():
+        counts: dict[str, int] = {}
+        for owner, count in runs:
+            counts[owner] = counts.get(owner, 0) + count
+        held = ", ".join(f"{count} {owner}" for owner, count in sorted(counts.items()))
+        lines.append(f"{name}: {held or 'no places'}")
+    lines.append(
+        f"{len(state.copies)} copies in flight, {state.waiting} allocations wait, requests: "
+        + (", ".join(state.requests) or "none")
+    )
+    leases: dict[int, list[str]] = {}
+    for lease in state.leases:
+        leases.setdefault(lease.node, []).append(lease.owner + (" (state)" if lease.state else ""))
+    below: dict[int, list[int]] = {}
+    nodes = {node.id: node for node in state.nodes}
+    for node in state.nodes:
+        below.setdefault(node.parent, []).append(node.id)
+    for root in state.roots:
+        name = f"namespace {root.namespace}" if any(root.namespace) else "default namespace"
+        lines.append(f"{name}{_held_by(leases.get(root.node, []))}")
+        waiting = [(child, 1) for child in reversed(below.get(root.node, []))]
+        while waiting:
+            number, depth = waiting.pop()
+            node = nodes[number]
+            mark = f", state {node.state}" if node.state else ""
+            lines.append(
+                f"{'  ' * depth}{node.start}..{node.end} (node {node.id}, {len(node.pages)} pages"
+                f"{mark}){_held_by(leases.get(node.id, []))}"
+            )
+            waiting.extend((child, depth + 1) for child in reversed(below.get(number, [])))
+    return "\n".join(lines)
+
+
+def _held_by(owners: list[str]) -> str:
+    return f"  <- {', '.join(sorted(owners))}" if owners else ""

@@ -1,0 +1,346 @@
+"""Figures from events: what the timeline, the report and the live view show.
+
+They need no whole log: what is not told does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import msgspec
+
+from phloem.actors.actions import TREE
+from phloem.actors.ledger import PARKED
+from phloem.events import (
+    Acquired,
+    CopyEnded,
+    CopyPlanned,
+    CopySubmitted,
+    Event,
+    Evicted,
+    Freed,
+    Granted,
+    Inserted,
+    Parked,
+    Refused,
+    RequestEnded,
+    RequestForked,
+    RequestOpened,
+    RuntimeStarted,
+    StepChanged,
+    Waited,
+)
+
+__all__ = [
+    "CopySpan",
+    "Eviction",
+    "Figures",
+    "HOLDERS",
+    "Holder",
+    "Lookup",
+    "PoolCounts",
+    "RequestSpan",
+    "Span",
+]
+
+T = TypeVar("T")
+Holder = Literal["free", "parked", "tree", "granted"]
+HOLDERS: tuple[Holder, ...] = ("tree", "granted", "parked", "free")
+
+
+class PoolCounts:
+    """Places of one pool by who holds them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held: dict[Holder, int] = dict.fromkeys(HOLDERS, 0)
+        self.held["free"] = size
+
+    def move(self, count: int, origin: Holder, to: Holder) -> None:
+        """So many places change hands."""
+        self.held[origin] -= count
+        self.held[to] += count
+
+
+class Span(msgspec.Struct):
+    """Something that lasts, from `start` to `end` in seconds (None: it has not ended)."""
+
+    name: str
+    start: float
+    end: float | None = None
+    outcome: str = ""
+
+
+class CopySpan(msgspec.Struct):
+    """A copy: asked for at `planned`, handed to its queue at `submitted`.
+
+    `start` is when its queue was free for it, since a queue carries out one copy at a time; what it
+    may have waited for besides is part of it.
+    """
+
+    op: int
+    kind: str
+    request: str
+    queue: str
+    bytes: int
+    planned: float
+    submitted: float
+    start: float
+    end: float | None = None
+    error: str = ""
+
+
+class RequestSpan(msgspec.Struct):
+    """A request through its life. Times in seconds; `first_step`: when its first pass was sent."""
+
+    name: str
+    session: str
+    namespace: tuple[str, str]
+    start: float
+    tokens: int
+    usable: int
+    lost: dict[str, int]
+    ready: float | None = None
+    first_step: float | None = None
+    end: float | None = None
+    how: str = ""
+    reused: int = 0
+    computed: int = 0
+    waits: list[Span] = []
+
+
+class Lookup(msgspec.Struct, frozen=True):
+    """One prompt that was looked up: how many of its tokens were reused, and what was lost."""
+
+    time: float
+    usable: int
+    lost: dict[str, int]
+
+
+class Eviction(msgspec.Struct, frozen=True):
+    """Data that went."""
+
+    time: float
+    pages: int
+    states: int
+    why: str
+    by: str
+
+
+class Figures:
+    """Takes the events of one or more runs in order.
+
+    `kept` bounds how many spans of each kind are remembered; the oldest that have ended go.
+    """
+
+    def __init__(self, kept: int | None = None) -> None:
+        self._kept = kept
+        self.started: RuntimeStarted | None = None
+        self.runs: list[float] = []
+        self.first = 0.0
+        self.last = 0.0
+        self.events = 0
+        self.pools: dict[str, PoolCounts] = {}
+        self.occupancy: list[tuple[float, dict[str, dict[Holder, int]]]] = []
+        self.lookups: list[Lookup] = []
+        self.evictions: list[Eviction] = []
+        self.requests: list[RequestSpan] = []
+        self.copies: list[CopySpan] = []
+        self.steps: list[Span] = []
+        self.refused: dict[tuple[str, str], int] = {}
+        self.running: dict[str, RequestSpan] = {}
+        self.waiting: dict[int, Span] = {}
+        self.in_flight: dict[int, CopySpan] = {}
+        self.open_steps: dict[int, Span] = {}
+        self._planned: dict[int, tuple[float, CopyPlanned]] = {}
+        self._queue_free: dict[str, float] = {}
+        self._handlers: dict[type[Event], Callable[..., None]] = {
+            RuntimeStarted: self._on_started,
+            RequestOpened: self._on_opened,
+            RequestForked: self._on_forked,
+            Acquired: self._on_acquired,
+            RequestEnded: self._on_ended,
+            Inserted: self._on_inserted,
+            Evicted: self._on_evicted,
+            Granted: self._on_granted,
+            Freed: self._on_freed,
+            Parked: self._on_parked,
+            Waited: self._on_waited,
+            Refused: self._on_refused,
+            CopyPlanned: self._on_planned,
+            CopySubmitted: self._on_submitted,
+            CopyEnded: self._on_copied,
+            StepChanged: self._on_step,
+        }
+
+    def add(self, time: float, event: Event) -> None:
+        """Take the next event."""
+        self.first = self.first or time
+        self.last = time
+        self.events += 1
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def _keep(self, spans: list[T]) -> None:
+        if self._kept is not None and len(spans) > 2 * self._kept:
+            del spans[: -self._kept]
+
+    # -- pools ---------------------------------------------------------------------------------
+
+    def _on_started(self, event: RuntimeStarted) -> None:
+        self.started = event
+        self.runs.append(self.last)
+        self.pools = {"kv": PoolCounts(event.pages), "state": PoolCounts(event.states)}
+        for one in (self.running, self.waiting, self.in_flight, self.open_steps, self._planned):
+            one.clear()
+        self._queue_free.clear()
+        self._sample()
+
+    def _sample(self) -> None:
+        held = {name: dict(pool.held) for name, pool in self.pools.items()}
+        self.occupancy.append((self.last, held))
+        self._keep(self.occupancy)
+
+    def _move(self, component: str, count: int, origin: Holder, to: Holder) -> None:
+        if count and component in self.pools:
+            self.pools[component].move(count, origin, to)
+
+    def _on_granted(self, event: Granted) -> None:
+        self._move("kv", len(event.pages), "free", "granted")
+        self._move("state", len(event.states), "free", "granted")
+        self._sample()
+        wait = self.waiting.pop(event.asked, None)
+        if wait is not None:
+            wait.end = self.last
+
+    def _on_freed(self, event: Freed) -> None:
+        holders: dict[int, Holder] = {TREE: "tree", PARKED: "parked"}
+        origin = holders.get(event.owner, "granted")
+        self._move(event.component, len(event.ids), origin, "free")
+        self._sample()
+
+    def _on_parked(self, event: Parked) -> None:
+        self._move("kv", len(event.pages), "granted", "parked")
+        self._move("state", len(event.states), "granted", "parked")
+        self._sample()
+
+    def _on_inserted(self, event: Inserted) -> None:
+        self._move("kv", len(event.adopted), "granted", "tree")
+        self._move("state", int(event.adopted_state > 0), "granted", "tree")
+        self._sample()
+
+    def _on_evicted(self, event: Evicted) -> None:
+        gone = Eviction(self.last, event.pages, event.states, event.why, event.request)
+        self.evictions.append(gone)
+        self._keep(self.evictions)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _on_opened(self, event: RequestOpened) -> None:
+        self._looked_up(event)
+        self._begin(
+            RequestSpan(
+                event.request,
+                event.session,
+                event.namespace,
+                self.last,
+                event.tokens,
+                event.usable,
+                event.lost,
+                reused=event.usable,
+            )
+        )
+
+    def _on_forked(self, event: RequestForked) -> None:
+        parent = self.running.get(event.parent)
+        namespace = ("", "") if parent is None else parent.namespace
+        session = "" if parent is None else parent.session
+        self._begin(
+            RequestSpan(
+                event.request, session, namespace, self.last, event.tokens, event.tokens, {}
+            )
+        )
+
+    def _begin(self, request: RequestSpan) -> None:
+        self.running[request.name] = request
+        self.requests.append(request)
+        self._keep(self.requests)
+
+    def _on_acquired(self, event: Acquired) -> None:
+        self._looked_up(event)
+
+    def _looked_up(self, event: RequestOpened | Acquired) -> None:
+        self.lookups.append(Lookup(self.last, event.usable, event.lost))
+        self._keep(self.lookups)
+
+    def _on_ended(self, event: RequestEnded) -> None:
+        request = self.running.pop(event.request, None)
+        if request is not None:
+            request.end, request.how = self.last, event.how
+            request.reused, request.computed = event.reused, event.computed
+
+    def _on_waited(self, event: Waited) -> None:
+        wait = self.waiting[event.turn] = Span(event.request, self.last)
+        request = self.running.get(event.request)
+        if request is not None:
+            request.waits.append(wait)
+
+    def _on_refused(self, event: Refused) -> None:
+        key = event.what, event.why
+        self.refused[key] = self.refused.get(key, 0) + 1
+        wait = self.waiting.pop(event.asked, None)
+        if wait is not None:
+            wait.end, wait.outcome = self.last, event.why
+
+    def _on_step(self, event: StepChanged) -> None:
+        if event.state == "opened":
+            name = f"step {event.step}"
+            step = self.open_steps[event.step] = Span(name, self.last, outcome="opened")
+            self.steps.append(step)
+            self._keep(self.steps)
+            return
+        opened = self.open_steps.get(event.step)
+        if opened is None:
+            return
+        if event.state == "over":
+            opened.end = self.last
+            del self.open_steps[event.step]
+        else:
+            opened.outcome = event.state
+        for name in event.requests if event.state == "launched" else ():
+            request = self.running.get(name)
+            if request is not None and request.first_step is None:
+                request.first_step = self.last
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def _on_planned(self, event: CopyPlanned) -> None:
+        self._planned[event.op] = self.last, event
+
+    def _on_submitted(self, event: CopySubmitted) -> None:
+        planned, plan = self._planned.pop(event.op, (self.last, None))
+        copy = self.in_flight[event.op] = CopySpan(
+            event.op,
+            event.kind,
+            "" if plan is None else plan.request,
+            event.queue,
+            event.bytes,
+            planned,
+            self.last,
+            self.last,
+        )
+        self.copies.append(copy)
+        self._keep(self.copies)
+
+    def _on_copied(self, event: CopyEnded) -> None:
+        copy = self.in_flight.pop(event.op, None)
+        if copy is None:
+            return
+        copy.end, copy.error = self.last, event.error
+        copy.start = min(self.last, max(copy.submitted, self._queue_free.get(copy.queue, 0.0)))
+        self._queue_free[copy.queue] = self.last
+        request = self.running.get(copy.request)
+        if request is not None and request.ready is None and request.first_step is None:
+            request.ready = self.last
