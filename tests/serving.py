@@ -193,7 +193,7 @@ def dump(cache: CacheRuntime) -> dict[str, object]:
     tree, ledger = core.tree, core.ledger
     return {
         "cells": (ledger.kv._cells.tobytes(), ledger.state._cells.tobytes()),
-        "free": (ledger.kv._free.tobytes(), ledger.state._free.tobytes()),
+        "free": (ledger.kv.free_places.tobytes(), ledger.state.free_places.tobytes()),
         "accounts": [(a.number, a.owner, a.pages, a.states) for a in ledger.accounts.values()],
         "figures": tree.figures(),
         "nodes": [

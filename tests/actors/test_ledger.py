@@ -19,7 +19,7 @@ COUNTS = pytest.mark.parametrize("count", [2, 3, 20, 47, 130, 300])
 def whole(pool: Pool) -> tuple[bytes, bytes, int, int, int]:
     return (
         pool._cells.tobytes(),
-        pool._free.tobytes(),
+        pool.free_places.tobytes(),
         pool.parked,
         pool.tree,
         pool.granted,
@@ -40,7 +40,7 @@ WRONG: dict[str, Callable[[Ids, Pool], Ids]] = {
     "very_negative": lambda ids, _: changed(ids, 0, -(2**31)),
     "beyond": lambda ids, pool: changed(ids, -1, pool.size + 1),
     "far_beyond": lambda ids, _: changed(ids, 0, 2**31 - 1),
-    "free": lambda ids, pool: changed(ids, -1, pool._free[0]),
+    "free": lambda ids, pool: changed(ids, -1, pool.free_places[0]),
     "anothers": lambda ids, pool: changed(ids, 0, pool.owned_by(2)[0]),
     "the_trees": lambda ids, pool: changed(ids, -1, pool.owned_by(TREE)[0]),
     "parked": lambda ids, pool: changed(ids, 0, pool.owned_by(PARKED)[0]),
@@ -129,11 +129,11 @@ def test_the_audit_finds_what_is_wrong() -> None:
         with pytest.raises(AssertionError):
             pool.audit()
 
-    broken(lambda pool: pool._free.append(pool._free[0]))
-    broken(lambda pool: pool._free.pop())
+    broken(lambda pool: pool._stack.__setitem__(0, pool._stack[1]))
+    broken(lambda pool: setattr(pool, "free", pool.free - 1))
     broken(lambda pool: pool._cells.__setitem__(5, TREE))
     broken(lambda pool: setattr(pool, "parked", pool.parked + 1))
-    broken(lambda pool: pool._free.__setitem__(0, pool.owned_by(1)[0]))
+    broken(lambda pool: pool._stack.__setitem__(0, pool.owned_by(1)[0]))
 
     ledger = Ledger(10, 4)
     ledger.grant(3, 1, "r")
@@ -181,7 +181,7 @@ def test_an_offer_with_something_wrong_gathers_nothing(count: int, wrong: str) -
     elif wrong == "the_trees":
         offered = changed(offered, -1, trees[0])
     elif wrong == "free":
-        offered = changed(offered, -1, ledger.kv._free[-1])
+        offered = changed(offered, -1, ledger.kv.free_places[-1])
     elif wrong == "beyond":
         offered = changed(offered, -1, ledger.kv.size + 1)
     elif wrong == "state":

@@ -349,7 +349,7 @@ async def test_a_copy_that_was_queued_when_its_client_left_touches_nothing_of_ot
             touched = {
                 state for copy in cache.core.transfer._tickets.values() for state in copy.states
             }
-            free = set(cache.core.ledger.state._free)
+            free = set(cache.core.ledger.state.free_places)
             assert not touched & free, "a copy in flight writes a slot that is free"
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -210,10 +210,10 @@ async def test_offers_that_a_step_still_writes_are_parked_each_behind_its_own(
             cache.insert(tokens, pages=grant.pages[:2], after=step),
             cache.insert(tokens, pages=grant.pages[2:]),
         )
-        assert set(grant.pages[:2]).isdisjoint(cache.core.ledger.kv._free)
+        assert set(grant.pages[:2]).isdisjoint(cache.core.ledger.kv.free_places)
         step.abandon()
         await here.settled()
-        assert set(grant.pages) <= set(cache.core.ledger.kv._free)
+        assert set(grant.pages) <= set(cache.core.ledger.kv.free_places)
         request.abort()
 
 

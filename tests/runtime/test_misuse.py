@@ -374,7 +374,7 @@ async def test_f040_pages_and_states_that_are_not_the_callers(inline: bool) -> N
             (OwnershipError, [own[0], own[0], own[1]], 0),
             (OwnershipError, [*own[:2], other.pages[0]], 0),
             (OwnershipError, [*own[:2], tree_page], 0),
-            (OwnershipError, [*own[:2], cache.core.ledger.kv._free[0]], 0),
+            (OwnershipError, [*own[:2], cache.core.ledger.kv.free_places[0]], 0),
             (OwnershipError, [0, *own[:2]], 0),
             (OwnershipError, [*own[:2], -1], 0),
             (OwnershipError, [*own[:2], 33], 0),

@@ -42,30 +42,37 @@ class Pool:
         self._cells[0] = _RESERVED
         self._cells_np = np.frombuffer(self._cells, np.int32)
         self._marks = np.zeros(size, np.int32)  # scratch: where in a run each place was named
-        self._free = array("i", range(size - 1, 0, -1))  # a stack; the lowest ids go first
+        # A stack of fixed length, since an array that grows and shrinks is moved; the lowest ids go
+        # first.
+        self._stack = array("i", range(size - 1, 0, -1))
+        self._stack_np = np.frombuffer(self._stack, np.int32) if size > 1 else np.empty(0, np.int32)
+        self.free = size - 1  # places that can be granted at once: the stack's first so many
         self.parked = 0
         self.tree = 0
         self.granted = 0
 
     @property
-    def free(self) -> int:
-        """Places that can be granted at once."""
-        return len(self._free)
+    def free_places(self) -> Ids:
+        """The places that can be granted at once, the next one last; a copy."""
+        return self._stack[: self.free]
 
     def take(self, count: int, account: int) -> Ids:
         """Grant `count` free places to `account`; there must be so many."""
-        free = self._free
-        assert 0 <= count <= len(free)
-        if not count:
-            return array("i")
+        left = self.free - count
+        assert 0 <= left <= self.free
         if count == 1:
-            place = free.pop()
+            place = self._stack[left]
+            ids = array("i", (place,))
             self._cells[place] = account
-            self.granted += 1
-            return array("i", (place,))
-        ids = free[: -count - 1 : -1]
-        del free[-count:]
-        self._write(ids, account)
+        elif count < _BULK_UNIQUE:
+            ids = self._stack[left : self.free]
+            ids.reverse()
+            self._write(ids, account)
+        else:
+            ids = array("i")
+            ids.frombytes(self._stack_np[left : self.free][::-1].tobytes())
+            self._write(ids, account)
+        self.free = left
         self.granted += count
         return ids
 
@@ -73,11 +80,15 @@ class Pool:
         """Free `ids`, which must be `owner`'s. Raises `OwnershipError` with nothing changed."""
         self.check(ids, owner)
         self._write(ids, FREE)
-        if len(ids) == 1:
-            self._free.append(ids[0])
-        else:
-            self._free.extend(ids[::-1])
-        self._leave(owner, len(ids))
+        count, top = len(ids), self.free
+        if count == 1:
+            self._stack[top] = ids[0]
+        elif 0 < count < _BULK_UNIQUE:
+            self._stack[top : top + count] = ids[::-1]
+        elif count:
+            self._stack_np[top : top + count] = np.frombuffer(ids, np.int32)[::-1]
+        self.free = top + count
+        self._leave(owner, count)
 
     def park(self, ids: Ids, owner: int) -> None:
         """Take `ids` from `owner` without freeing them yet."""
@@ -173,8 +184,9 @@ class Pool:
         for name, (kept, counted) in counts.items():
             assert kept == counted, f"{self.component}: {name} is {kept}, counted {counted}"
         assert sum(kept for kept, _ in counts.values()) == self.size
-        assert len(set(self._free)) == len(self._free), f"{self.component}: a place is free twice"
-        assert all(self._cells[place] == FREE for place in self._free)
+        free = self._stack_np[: self.free]
+        assert len(np.unique(free)) == self.free, f"{self.component}: a place is free twice"
+        assert (self._cells_np[free] == FREE).all(), f"{self.component}: a free place is owned"
 
     def _write(self, ids: Ids, owner: int) -> None:
         if len(ids) < _BULK:
