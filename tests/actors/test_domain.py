@@ -137,12 +137,12 @@ async def test_answers_and_order_are_the_same_inline_and_queued(inline: bool) ->
     domain.audit()
 
 
-async def test_a_turns_messages_come_after_what_is_queued() -> None:
+async def test_a_turns_messages_come_before_the_next_caller() -> None:
     domain, echo = made(inline=False)
     calls = [domain.call(echo, Say(name, then=(Say(name + "'"),))) for name in "xyz"]
     assert await asyncio.gather(*calls) == ["x", "y", "z"]
     await rounds()
-    assert echo.log == ["x", "y", "z", "x'", "y'", "z'"]
+    assert echo.log == ["x", "x'", "y", "y'", "z", "z'"]
 
 
 async def test_what_a_turn_sends_is_done_before_an_inline_caller_goes_on() -> None:
@@ -159,7 +159,7 @@ async def test_nowait_drains_what_is_queued_first_and_never_suspends(inline: boo
     domain.inline = inline
     assert echo.log == []
     assert domain.run(echo, Say("now", then=(Say("then"),))) == "now"
-    assert echo.log == ["queued", "now", "after", "then"]
+    assert echo.log == ["queued", "after", "now", "then"]
     assert await first == "queued"
 
 

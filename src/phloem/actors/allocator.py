@@ -341,8 +341,9 @@ class AllocatorActor:
         if ledger.kv.parked or ledger.state.parked or self._view.sweeping():
             return False
         waiters = [waiter for waiter in self._waiters() if waiter.message.wait]
-        if not self._holding() <= {waiter.message.owner for waiter in waiters}:
-            return False
+        holding = self._holding()
+        if "" in holding or not holding <= {waiter.message.owner for waiter in waiters}:
+            return False  # somebody may give back; who gave no name may be anybody
         for waiter in waiters:
             if self._fits(waiter.message):
                 self._serve(waiter)

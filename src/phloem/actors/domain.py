@@ -1,8 +1,8 @@
 """One queue for the actors that decide together.
 
-Actors of a domain share one FIFO and never await: a turn is the handling of one message by one
-actor, a plain function, so nothing interleaves with it. A message sent inside a turn goes to the
-end of the queue; turns never nest.
+Actors of a domain share one queue and never await: a turn is the handling of one message by one
+actor, a plain function, so nothing interleaves with it. Turns never nest: what a turn sends is
+handled after it, in the order sent, before the next caller has his turn.
 
 A caller whose message finds nobody draining drains the queue itself and has its answer without
 visiting the event loop (*inline*). Otherwise, or with `inline=False`, the queue is drained by the
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,9 @@ __all__ = ["LATER", "Actor", "Domain", "Handlers", "Parked", "Reply"]
 Handlers = Mapping[type, Callable[..., object]]
 
 _NOTHING_BOUND: Context = {}  # never written to
+
+
+_Entry: TypeAlias = "tuple[Actor, object, Reply | None, int, Context]"
 
 
 class _Later:
@@ -115,7 +118,8 @@ class Domain:
         self.batch = batch
         self._on_crash = on_crash
         self._caller_context = caller_context
-        self._queue: deque[tuple[Actor, object, Reply | None, int, Context]] = deque()
+        self._queue: deque[_Entry] = deque()  # callers, and what happens outside turns
+        self._sent: deque[_Entry] = deque()  # by turns: handled before the next of the queue
         self._room: deque[asyncio.Future[None]] = deque()
         self._let_in = 0  # callers who were given room and have not run since
         self._outstanding: dict[Reply, None] = {}  # in the order promised
@@ -127,7 +131,7 @@ class Domain:
     @property
     def queued(self) -> int:
         """Messages that wait for their turn."""
-        return len(self._queue)
+        return len(self._queue) + len(self._sent)
 
     @property
     def unanswered(self) -> int:
@@ -144,7 +148,8 @@ class Domain:
     def send(self, actor: Actor, message: object, context: Context | None = None) -> None:
         """Send without waiting for an answer; always fits.
 
-        Inside a turn the message is handled after what is queued, before any caller resumes.
+        Inside a turn the message is handled after what turns have sent before, and before the next
+        caller has his turn.
         Outside, it is handled at once, or by the loop when the domain is not inline; after the end
         it is dropped. Outside, `context` is that of the caller whom it serves, if any.
         """
@@ -152,7 +157,7 @@ class Domain:
             return
         if self._draining:
             context = self.context if context is None else context
-            self._queue.append((actor, message, None, self.turns, context))
+            self._sent.append((actor, message, None, self.turns, context))
             return
         self._queue.append((actor, message, None, 0, context or _NOTHING_BOUND))
         if self.inline or self.loop is None:
@@ -213,14 +218,14 @@ class Domain:
             raise InvalidRequest("a turn cannot call: it sends, or answers later")
         if self.stopped is not None:
             self.check_running()
-        if self._queue:
+        if self._queue or self._sent:
             reply = Reply()
             self._queue.append((actor, message, reply, 0, self.caller_context()))
             self.drain()
             return self._answer(reply)
         value = self._turn_inline(actor, message)
         later = self._current
-        if self._queue:
+        if self._sent:
             self.drain()
         return value if value is not LATER else self._answer(later)
 
@@ -243,10 +248,10 @@ class Domain:
                 self._inline_run = 0
                 if self.loop is not None:
                     await asyncio.sleep(0)
-            if not self._queue and self.stopped is None:
+            if not self._queue and not self._sent and self.stopped is None:
                 value = self._turn_inline(actor, message)
                 later = self._current
-                if self._queue:
+                if self._sent:
                     self.drain()
                 if value is not LATER:
                     return value
@@ -291,11 +296,12 @@ class Domain:
         """Handle queued messages until none is left, or `limit` turns are done."""
         if self._draining:
             return
-        queue = self._queue
+        queue, sent = self._queue, self._sent
         turns = 0
-        while queue and (limit is None or turns < limit):
+        while (sent or queue) and (limit is None or turns < limit):
             turns += 1
-            actor, message, reply, cause, self.context = queue.popleft()
+            entry = sent.popleft() if sent else queue.popleft()
+            actor, message, reply, cause, self.context = entry
             if self._room and len(queue) + self._let_in < self._capacity:
                 self._admit()
             if reply is None:
@@ -365,7 +371,7 @@ class Domain:
             self.drain(self.batch)
         except CacheCrashed:
             return  # every waiter has been told
-        if self._queue:
+        if self._queue or self._sent:
             self._schedule()
 
     # -- bounds and the end --------------------------------------------------------------------
@@ -406,6 +412,7 @@ class Domain:
             self.stopped = error
         queued = [reply for _, _, reply, _, _ in self._queue if reply is not None]
         self._queue.clear()
+        self._sent.clear()
         for reply in [*queued, *self._outstanding]:
             if not reply.done:
                 self._settle(reply, None, error)
