@@ -41,6 +41,8 @@ class Compared:
         self.world = World(
             page=page, chunk=chunk, kinds=kinds, pages=24, states=5, policy=policy, cap=cap
         )
+        for index in (self.world.tree.kv_index, self.world.tree.state_index):
+            index.run_size = 2  # so that entries lie in runs even here
         self.page_bytes = page * TOKEN_BYTES
         self.stateful = "state" in kinds
         self.kv: dict[Prefix, int] = {}

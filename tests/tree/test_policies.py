@@ -211,3 +211,41 @@ def test_policies_stand_within_others() -> None:
     world.tree.use_policy(PriorityFirst(SessionFirst(Lfu())))
     world.check()
     assert leaves_in_order(world) == [3, 2, 1]
+
+
+def test_policies_do_not_stand_within_others_for_ever() -> None:
+    policy: Policy = Lfu()
+    with pytest.raises(InvalidRequest, match="bits"):
+        for _ in range(20):
+            policy = PriorityFirst(policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        (SessionFirst(PriorityFirst()), [3, 2, 4, 1]),
+        (PriorityFirst(SessionFirst()), [3, 4, 2, 1]),
+    ],
+)
+def test_the_outer_policy_decides_first(policy: Policy, order: list[int]) -> None:
+    """1 has both a session and a priority, 2 a priority, 4 a session, 3 neither."""
+    world = World(policy="lru")
+    world.tree.use_policy(policy)
+    for token, session, priority in ((1, "a", 9), (2, None, 9), (4, "b", 0), (3, None, 0)):
+        lease, _ = world.tree.open(
+            TokenKey.of([token]), owner="r", session=session, priority=priority, keep_until=50
+        )
+        world.publish([token], lease=lease)
+        world.tree.stand_on(lease)
+        world.unpin(lease)
+    assert leaves_in_order(world) == order
+
+
+def test_a_priority_ends_within_another_policy() -> None:
+    tree = Tree(page_size=1, components=("kv",), policy=SessionFirst(PriorityFirst()))
+    lease, _ = tree.open(TokenKey.of([1]), owner="r", priority=50, keep_until=100)
+    tree.insert(lease.key, [1], 0, lease)
+    tree.release(lease)
+    tree.insert([2], [2])
+    tree.tick(100)
+    assert first_to_go(tree) == [1]

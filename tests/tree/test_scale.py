@@ -118,8 +118,8 @@ def test_f098_indexes_do_not_grow_with_what_was_used(leaves: int) -> None:
     for turn in range(3 * leaves):
         lease, _ = tree.acquire(array("i", (turn % 7, turn % leaves + 1)), owner="busy")
         tree.release(lease)
-    assert len(tree.kv_index.heap) <= tree.figures().leaves
-    assert len(tree.state_index.heap) <= tree.figures().states
+    assert len(tree.kv_index) <= tree.figures().leaves
+    assert len(tree.state_index) <= tree.figures().states
     audit_tree(tree)
 
 
@@ -128,7 +128,7 @@ def test_f098_dead_entries_are_swept_out() -> None:
     for turn in range(1, 3001):
         tree.insert([turn], [turn], turn)
         tree.evict(states=1)
-        assert len(tree.kv_index.heap) <= 2 * tree.figures().leaves + 70
+        assert len(tree.kv_index) <= 2 * tree.figures().leaves + 70
 
 
 @pytest.mark.parametrize("way", ["evict", "reset"])

@@ -104,19 +104,17 @@ def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) 
 def _audit_candidates(tree: Tree, node: Node) -> None:
     for index in (tree.kv_index, tree.state_index):
         if index.eligible(node):
-            _check(bool(node.queued & index.bit), f"candidate {node.id} is in no index")
+            _check(node.id in index, f"candidate {node.id} is in no index")
 
 
 def _audit_index(index: CandidateIndex, rises_only: bool) -> None:
     lowest: dict[int, int] = {}
-    for score, number, node in index.heap:
-        _check(number == node.id, f"an entry of node {node.id} stands under {number}")
-        if index.eligible(node):
-            _check(bool(node.queued & index.bit), f"node {number} is indexed without its mark")
-        lowest[number] = min(score, lowest.get(number, score))
-    for _, number, node in index.heap:
+    for score, node in index.entries():
+        _check(bool(node.queued & index.bit), f"node {node.id} is indexed without its mark")
+        lowest[node.id] = min(score, lowest.get(node.id, score))
+    for _, node in index.entries():
         if rises_only and index.eligible(node):
-            _check(lowest[number] <= index.score(node), f"the score of node {number} has fallen")
+            _check(lowest[node.id] <= index.score(node), f"the score of {node.id} has fallen")
 
 
 def _audit_totals(tree: Tree, totals: Counter[str]) -> None:

@@ -1,22 +1,59 @@
 """Which node goes next: candidate indexes kept up to date by every change.
 
-An index is a heap of `(score, node id, node)` with lazy entries. A score is fixed when its own node
-is touched; an entry that is popped while its node's score has risen is put back, one whose node is
-no candidate any more is dropped. A node has one entry (its `queued` flag), or more when its score
-was lowered, so an index costs O(log n) for each change and nothing grows with the number of leaves.
+An index is a queue of entries `(score, node id)`. A score is fixed when its own node is touched; an
+entry that is popped while its node's score has risen is put back, one whose node is no candidate
+any more is dropped. A node has one entry (its `queued` flag), or more when its score was lowered,
+so an index costs O(log n) for each change and nothing grows with the number of leaves.
+
+A list of a million entries would cost the garbage collector a pause at each full collection. So
+only the entries that go soon are Python objects, in a heap; the others lie in sorted runs of plain
+bytes, and nodes are found by id in a dictionary of numbers and nodes, neither of which it visits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 
 from phloem.actors.tree.node import NO_SLOT, Node
-from phloem.actors.tree.policies import Score
+from phloem.actors.tree.policies import SCORE_BYTES, Score
 
 __all__ = ["CandidateIndex", "kv_may_go", "state_may_go"]
 
-_SLACK = 64  # entries an index may keep beyond twice its live ones before it is rebuilt
+_SLACK = 64  # entries an index may keep beyond twice its live ones before it is swept
+_ENTRY = SCORE_BYTES + 8  # score, node id
+
+_Entry = tuple[Score, int]
+
+
+class _Run:
+    """A sorted run of entries, read from the front."""
+
+    __slots__ = ("_at", "_data")
+
+    def __init__(self, entries: list[_Entry]) -> None:
+        self._at = 0
+        self._data = b"".join(
+            score.to_bytes(SCORE_BYTES, "big") + number.to_bytes(8, "big")
+            for score, number in entries
+        )
+
+    def next(self) -> _Entry | None:
+        """Take the smallest entry out; None when there is none."""
+        at = self._at
+        middle, end = at + SCORE_BYTES, at + _ENTRY
+        if end > len(self._data):
+            return None
+        self._at = end
+        score = int.from_bytes(self._data[at:middle], "big")
+        return score, int.from_bytes(self._data[middle:end], "big")
+
+    def __iter__(self) -> Iterator[_Entry]:
+        """The entries that are left; they stay."""
+        for at in range(self._at, len(self._data), _ENTRY):
+            middle = at + SCORE_BYTES
+            score = int.from_bytes(self._data[at:middle], "big")
+            yield score, int.from_bytes(self._data[middle : at + _ENTRY], "big")
 
 
 class CandidateIndex:
@@ -25,42 +62,56 @@ class CandidateIndex:
     `bit` is the index's own bit in `Node.queued`. `eligible` says whether a node's data may go now.
     """
 
+    run_size = 2048  # entries of a run when it is made
+
     def __init__(
         self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]
     ) -> None:
         self.bit = bit
         self.score = score
         self.eligible = eligible
-        self.heap: list[tuple[Score, int, Node]] = []
         self._expiring: list[tuple[int, int, Node]] = []
+        self.clear()
+
+    def __len__(self) -> int:
+        """Entries, dead ones included."""
+        return self._size
+
+    def __contains__(self, number: int) -> bool:
+        """Whether the node of that id has an entry."""
+        return number in self._nodes
 
     def push(self, node: Node) -> None:
         """Note that `node` has become a candidate."""
         if not node.queued & self.bit:
             node.queued |= self.bit
-            heappush(self.heap, (self.score(node), node.id, node))
+            self._nodes[node.id] = node
+            self._enter(self.score(node), node.id)
             if node.keep_until:
                 self.watch(node)
 
     def pop(self) -> tuple[Score, Node] | None:
         """Take out the candidate with the smallest score, or None when there is none."""
-        heap, score, eligible = self.heap, self.score, self.eligible
-        while heap:
-            noted, _, node = heappop(heap)
+        nodes, score, eligible = self._nodes, self.score, self.eligible
+        while (entry := self._next()) is not None:
+            noted, number = entry
+            node = nodes.get(number)
+            if node is None:
+                continue
             if eligible(node):
                 now = score(node)
                 if now > noted:
-                    heappush(heap, (now, node.id, node))
+                    self._enter(now, number)
                     continue
-                node.queued &= ~self.bit
+                self._forget(node)
                 return noted, node
-            node.queued &= ~self.bit
+            self._forget(node)
         return None
 
     def lower(self, node: Node) -> None:
         """The score of `node` has fallen. Its former entry is passed over when its turn comes."""
         if node.queued & self.bit:
-            heappush(self.heap, (self.score(node), node.id, node))
+            self._enter(self.score(node), node.id)
 
     def watch(self, node: Node) -> None:
         """The score of `node` may fall when its `keep_until` has come."""
@@ -73,28 +124,111 @@ class CandidateIndex:
             self.lower(heappop(expiring)[2])
 
     def shrink(self, live: int) -> None:
-        """Rebuild when more entries are dead than can be alive; `live` bounds the candidates."""
-        if len(self.heap) > 2 * live + _SLACK or len(self._expiring) > 2 * live + _SLACK:
-            self.rebuild()
+        """Sweep one run when more entries are dead than alive; `live` bounds the candidates."""
+        if self._size > 2 * live + _SLACK:
+            self._sweep()
+        if len(self._expiring) > 2 * live + _SLACK:
+            self._expiring = [
+                (node.keep_until, node.id, node) for node in self._nodes.values() if node.keep_until
+            ]
+            heapify(self._expiring)
 
     def rebuild(self) -> None:
-        """Score every candidate anew, once, and drop the dead entries."""
-        former = self.heap
-        for _, _, node in former:
+        """Score every candidate anew: the policy has changed."""
+        nodes = list(self._nodes.values())
+        self.clear()
+        for node in nodes:
             node.queued &= ~self.bit
-        self.heap, self._expiring = [], []
-        for _, _, node in former:
-            if not node.queued & self.bit and self.eligible(node):
-                node.queued |= self.bit
-                self.heap.append((self.score(node), node.id, node))
-                if node.keep_until:
-                    self._expiring.append((node.keep_until, node.id, node))
-        heapify(self.heap)
-        heapify(self._expiring)
+            if self.eligible(node):
+                self.push(node)
 
     def clear(self) -> None:
         """Forget everything: the tree was reset."""
-        self.heap, self._expiring = [], []
+        self._expiring.clear()
+        self._nodes: dict[int, Node] = {}
+        self._soon: list[_Entry] = []  # a heap
+        self._heads: list[tuple[Score, int, int]] = []  # a heap: the next entry of each run
+        self._runs: dict[int, _Run] = {}
+        self._next_run = 0
+        self._size = 0
+
+    def entries(self) -> Iterator[tuple[Score, Node]]:
+        """Every entry whose node is known, in no order; for audits."""
+        numbers = [*self._soon, *(head[:2] for head in self._heads)]
+        for run in self._runs.values():
+            numbers.extend(run)
+        for score, number in numbers:
+            if number in self._nodes:
+                yield score, self._nodes[number]
+
+    def _enter(self, score: Score, number: int) -> None:
+        soon = self._soon
+        heappush(soon, (score, number))
+        self._size += 1
+        if len(soon) >= 2 * self.run_size:
+            soon.sort()
+            self._add_run(soon[self.run_size :])
+            del soon[self.run_size :]
+
+    def _next(self) -> _Entry | None:
+        """Take the smallest entry out."""
+        soon, heads = self._soon, self._heads
+        if soon and (not heads or soon[0] < heads[0]):
+            self._size -= 1
+            return heappop(soon)
+        if not heads:
+            return None
+        self._size -= 1
+        score, number, run = heads[0]
+        following = self._runs[run].next()
+        if following is None:
+            heappop(heads)
+            del self._runs[run]
+        else:
+            heapreplace(heads, (*following, run))
+        return score, number
+
+    def _add_run(self, entries: list[_Entry]) -> None:
+        """A run of sorted entries."""
+        run = _Run(entries)
+        first = run.next()
+        if first is not None:
+            self._next_run += 1
+            self._runs[self._next_run] = run
+            heappush(self._heads, (*first, self._next_run))
+
+    def _forget(self, node: Node) -> None:
+        node.queued &= ~self.bit
+        del self._nodes[node.id]
+
+    def _sweep(self) -> None:
+        """Drop the dead entries of the oldest run, or of the heap when there is none."""
+        if not self._runs:
+            kept = self._alive(self._soon)
+            heapify(kept)
+            self._size += len(kept) - len(self._soon)
+            self._soon = kept
+            return
+        number = next(iter(self._runs))
+        (head,) = [head for head in self._heads if head[2] == number]
+        entries = [head[:2], *self._runs.pop(number)]
+        self._heads.remove(head)
+        heapify(self._heads)
+        kept = self._alive(entries)
+        self._size += len(kept) - len(entries)
+        self._add_run(kept)
+
+    def _alive(self, entries: list[_Entry]) -> list[_Entry]:
+        kept: list[_Entry] = []
+        for entry in entries:
+            node = self._nodes.get(entry[1])
+            if node is None:
+                continue
+            if self.eligible(node):
+                kept.append(entry)
+            else:
+                self._forget(node)
+        return kept
 
 
 def kv_may_go(node: Node) -> bool:

@@ -19,14 +19,16 @@ __all__ = [
     "Lru",
     "Policy",
     "PriorityFirst",
+    "SCORE_BYTES",
     "Score",
     "SessionFirst",
     "Slru",
     "policy_named",
 ]
 
-Score = int
-_CLASS = 64  # bits left for a stamp below a class of scores
+Score = int  # not negative, of at most so many bytes
+SCORE_BYTES = 24
+_STAMP_BITS = 64  # left for a stamp below a class of scores
 
 
 class Policy:
@@ -34,11 +36,12 @@ class Policy:
 
     `rises_only`: while nobody touches a node its score never falls. Where it may fall, an entry
     keeps the score of the last touch, so that such data go somewhat later than scored. `time` is
-    the latest message's, set by the tree.
+    the latest message's, set by the tree. `bits`: how many a score has at most.
     """
 
     name = "lru"
     rises_only = True
+    bits = 2 * _STAMP_BITS  # a score has no more
     time = 0
 
     def kv_score(self, node: Node, /) -> Score:
@@ -51,6 +54,10 @@ class Policy:
 
     def evicted(self, score: Score, now: int, /) -> None:
         """Told of each victim's score; `now` is the tree's count of uses."""
+
+    def tick(self, time: int, /) -> None:
+        """Told of the time whenever it has changed."""
+        self.time = time
 
 
 class Lru(Policy):
@@ -76,11 +83,11 @@ class Lfu(Policy):
 
     def kv_score(self, node: Node, /) -> Score:
         """Hits, then recency."""
-        return node.hits << _CLASS | node.stamp
+        return node.hits << _STAMP_BITS | node.stamp
 
     def state_score(self, node: Node, /) -> Score:
         """Hits of the node, then the state's recency."""
-        return node.hits << _CLASS | node.state_stamp
+        return node.hits << _STAMP_BITS | node.state_stamp
 
 
 class Slru(Policy):
@@ -93,60 +100,68 @@ class Slru(Policy):
 
     def kv_score(self, node: Node, /) -> Score:
         """The segment, then recency."""
-        return (node.hits >= self.twice) << _CLASS | node.stamp
+        return (node.hits >= self.twice) << _STAMP_BITS | node.stamp
 
     def state_score(self, node: Node, /) -> Score:
         """The segment of the node, then the state's recency."""
-        return (node.hits >= self.twice) << _CLASS | node.state_stamp
+        return (node.hits >= self.twice) << _STAMP_BITS | node.state_stamp
 
 
-class PriorityFirst(Policy):
+class _First(Policy):
+    """A class of its own before another policy's score."""
+
+    class_bits = 0
+
+    def __init__(self, within: Policy | None = None) -> None:
+        self.within = within or Lru()
+        self.rises_only = self.within.rises_only
+        self.bits = self.within.bits + self.class_bits
+        if self.bits > 8 * SCORE_BYTES:
+            raise InvalidRequest(f"a score of {self.bits} bits; {8 * SCORE_BYTES} at most")
+
+    def class_of(self, node: Node, /) -> int:
+        """The class of a node, in `class_bits` bits."""
+        raise NotImplementedError
+
+    def kv_score(self, node: Node, /) -> Score:
+        """The class, then the other policy's score."""
+        return self.class_of(node) << self.within.bits | self.within.kv_score(node)
+
+    def state_score(self, node: Node, /) -> Score:
+        """The class, then the other policy's score."""
+        return self.class_of(node) << self.within.bits | self.within.state_score(node)
+
+    def evicted(self, score: Score, now: int, /) -> None:
+        """Hand on to the other policy."""
+        self.within.evicted(score & ((1 << self.within.bits) - 1), now)
+
+    def tick(self, time: int, /) -> None:
+        """Hand on to the other policy."""
+        self.time = time
+        self.within.tick(time)
+
+
+class PriorityFirst(_First):
     """The lowest priority (0 to 100) first, within one by another policy; soft and with an end."""
 
     name = "priority"
+    class_bits = 7
 
-    def __init__(self, within: Policy | None = None) -> None:
-        self.within = within or Lru()
-        self.rises_only = self.within.rises_only
-
-    def _class(self, node: Node) -> int:
-        if node.keep_until and node.keep_until <= self.time:
-            return 0
-        return node.priority << 2 * _CLASS
-
-    def kv_score(self, node: Node, /) -> Score:
-        """Priority, then the other policy's score."""
-        return self._class(node) | self.within.kv_score(node)
-
-    def state_score(self, node: Node, /) -> Score:
-        """Priority, then the other policy's score."""
-        return self._class(node) | self.within.state_score(node)
-
-    def evicted(self, score: Score, now: int, /) -> None:
-        """Hand on to the other policy."""
-        self.within.evicted(score & ((1 << 2 * _CLASS) - 1), now)
+    def class_of(self, node: Node, /) -> int:
+        """The priority, as long as it lasts."""
+        ended = 0 < node.keep_until <= self.time
+        return 0 if ended else node.priority
 
 
-class SessionFirst(Policy):
+class SessionFirst(_First):
     """What no open session stands on goes first, within that by another policy."""
 
     name = "session"
+    class_bits = 1
 
-    def __init__(self, within: Policy | None = None) -> None:
-        self.within = within or Lru()
-        self.rises_only = self.within.rises_only
-
-    def kv_score(self, node: Node, /) -> Score:
-        """Session or not, then the other policy's score."""
-        return (node.sessions > 0) << 2 * _CLASS | self.within.kv_score(node)
-
-    def state_score(self, node: Node, /) -> Score:
-        """Session or not, then the other policy's score."""
-        return (node.sessions > 0) << 2 * _CLASS | self.within.state_score(node)
-
-    def evicted(self, score: Score, now: int, /) -> None:
-        """Hand on to the other policy."""
-        self.within.evicted(score & ((1 << 2 * _CLASS) - 1), now)
+    def class_of(self, node: Node, /) -> int:
+        """Whether a session stands on the node."""
+        return int(node.sessions > 0)
 
 
 class BenefitPerByte(Policy):

@@ -70,7 +70,7 @@ class SheddingTree(TreeCore):
             actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
         stamp = leaf.stamp
         parent = self.radix.remove(leaf)
-        self.ghosts.note(mark_of(parent), leaf.edge, by, self.now)
+        self.ghosts.note(mark_of(parent), leaf.edge, by, self.now, leaf.mark)
         if stamp > parent.stamp:
             parent.stamp = stamp
         self._after_loss_below(parent)
@@ -103,7 +103,7 @@ class SheddingTree(TreeCore):
     def use_policy(self, policy: str | Policy) -> None:
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
-        self.policy.time = self.time
+        self.policy.tick(self.time)
         self.kv_index.score = self.policy.kv_score
         self.state_index.score = self.policy.state_score
         self.kv_index.rebuild()
@@ -115,7 +115,8 @@ class SheddingTree(TreeCore):
         An integer that never falls, in any unit that the caller likes.
         """
         if time > self.time:
-            self.time = self.policy.time = time
+            self.time = time
+            self.policy.tick(time)
             self.kv_index.expire(time)
             self.state_index.expire(time)
             self.sessions.expire(time)

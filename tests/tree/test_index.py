@@ -1,0 +1,91 @@
+"""The candidate index: order, runs, dead entries, and what the garbage collector sees of it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from array import array
+
+import pytest
+
+from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.node import Node
+
+
+def node(number: int, stamp: int) -> Node:
+    """A node that has nothing but an id and a score."""
+    return Node(number, None, b"", 0, array("i"), stamp=stamp)
+
+
+def made(run_size: int) -> tuple[CandidateIndex, set[int]]:
+    """An index by stamp, and the ids of the nodes that may go."""
+    alive: set[int] = set()
+    index = CandidateIndex(1, lambda one: one.stamp, lambda one: one.id in alive)
+    index.run_size = run_size
+    return index, alive
+
+
+@pytest.mark.parametrize("run_size", [1, 3, 50, 2048])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_is_that_of_a_full_sort(run_size: int, seed: int) -> None:
+    chance = random.Random(seed)
+    index, alive = made(run_size)
+    nodes: dict[int, Node] = {}
+    for number in range(1, 600):
+        step = chance.random()
+        if step < 0.5:
+            nodes[number] = node(number, chance.randint(0, 2**70))
+            alive.add(number)
+            index.push(nodes[number])
+        elif nodes and step < 0.7:
+            chance.choice(list(nodes.values())).stamp += chance.randint(0, 2**69)
+        elif nodes and step < 0.8:
+            one = chance.choice(list(nodes.values()))
+            one.stamp //= 2
+            index.lower(one)
+        elif nodes and step < 0.85:
+            gone = chance.choice(list(nodes))
+            alive.discard(gone)
+            del nodes[gone]
+            index.shrink(len(alive))
+        elif nodes:
+            popped = index.pop()
+            assert popped is not None
+            expected = min(nodes.values(), key=lambda one: (one.stamp, one.id))
+            assert popped == (expected.stamp, expected)
+            alive.discard(expected.id)
+            del nodes[expected.id]
+        index.shrink(len(alive))
+        assert all(number in index for number in nodes)
+    left = sorted(nodes.values(), key=lambda one: (one.stamp, one.id))
+    popped_all = []
+    while (popped := index.pop()) is not None:
+        alive.discard(popped[1].id)
+        popped_all.append(popped[1])
+    assert popped_all == left
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize("run_size", [4, 64])
+def test_dead_entries_do_not_outnumber_the_others_for_long(run_size: int) -> None:
+    index, alive = made(run_size)
+    for number in range(1, 3000):
+        alive.add(number)
+        index.push(node(number, number))
+        if number > 100:
+            alive.discard(number - 100)
+        for _ in range(3):
+            index.shrink(len(alive))
+        assert len(index) <= 2 * 101 + 64 + run_size
+
+
+def test_the_collector_sees_few_of_many_entries() -> None:
+    index, alive = made(256)
+    nodes = [node(number, number) for number in range(1, 20_001)]
+    for one in nodes:
+        alive.add(one.id)
+        index.push(one)
+    gc.collect()
+    seen = sum(len(gc.get_referents(part)) for part in vars(index).values() if gc.is_tracked(part))
+    assert seen < 2_000
+    assert len(index) == 20_000
