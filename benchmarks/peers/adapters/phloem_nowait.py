@@ -43,13 +43,15 @@ class Adapter(Protocol):
         )
         self._cache = CacheRuntime(config)
         self._grant: Grant | None = None
+        self._checked = False
 
     async def open(self) -> None:
         await self._cache.open()
         self._nowait = self._cache.nowait
 
     async def close(self) -> None:
-        await self._cache.audit()
+        if self._checked:
+            await self._cache.audit()
         await self._cache.close()
 
     def slots_to_numpy(self, slots: Ids) -> Tokens:
@@ -57,6 +59,7 @@ class Adapter(Protocol):
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).ravel()
 
     def check(self) -> None:
+        self._checked = True
         stats = self._cache.stats()
         for pool in (stats.kv, stats.state):
             if pool.free + pool.tree != pool.size:
