@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phloem.cuda_streams.batches import Channel, Clear, CopyItem
 from phloem.cuda_streams.clocks import LoopClock
-from phloem.cuda_streams.cuda import cuda_engine, pinned_memory
+from phloem.cuda_streams.cuda import CudaDriver
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.dispatch import Dispatcher, Fault
 from phloem.cuda_streams.fences import LoopPoster
@@ -78,7 +78,7 @@ class Bench:
     @classmethod
     def make(cls, kind: str, *, pages: int = 24, states: int = 12, page_size: int = 2) -> Bench:
         place = "cuda:0" if kind == "cuda" else "cpu"
-        memory = pinned_memory(place) if kind == "cuda" else ordinary_memory
+        memory = CudaDriver(place).pinned_memory() if kind == "cuda" else ordinary_memory
         device = DevicePools.allocate(
             LAYOUT, pages=pages, states=states, page_size=page_size, device=place
         )
@@ -115,7 +115,7 @@ class Bench:
         if self.kind == "threads":
             engine: Dispatcher = ThreadEngine(LoopPoster(loop), fault=fault, mover=mover)
         elif self.kind == "cuda":
-            engine = cuda_engine("cuda:0", LoopPoster(loop), fault=fault)
+            engine = DeviceEngine(LoopPoster(loop), CudaDriver("cuda:0"), fault=fault)
         elif self.kind.startswith("device"):
             self.driver = FakeDriver(batched=self.kind == "device, batched")
             stage_bytes = 3 * self.device.page_bytes

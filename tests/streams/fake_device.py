@@ -11,11 +11,15 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 
 from phloem.cuda_streams.driver import Addresses, BatchCopy
+from phloem.cuda_streams.host import PinnedMemory
+from phloem.cuda_streams.numa import Nearby
+from phloem.errors import InvalidRequest
 
 
 class FakeStream:
@@ -23,6 +27,7 @@ class FakeStream:
 
     def __init__(self, name: str, seed: int) -> None:
         self.error: Exception | None = None
+        self.capturing = False
         self._ended = False
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
@@ -36,6 +41,13 @@ class FakeStream:
 
     def end(self) -> None:
         self._ended = True
+
+    def settle(self) -> None:
+        """Wait until it has come to the end of what it holds now."""
+        reached = threading.Event()
+        self.put(reached.set)
+        while not self._ended and not reached.wait(0.01):
+            pass
 
     def _serve(self) -> None:
         with torch.inference_mode():
@@ -65,25 +77,57 @@ class FakeDriver:
     def __init__(self, *, batched: bool = True) -> None:
         self.device = torch.device("cpu")
         self.batch_copy: BatchCopy | None = self._batch_copy if batched else None
+        self.near = Nearby(frozenset(), "a fake")
         self.lost = False
         self.closed = 0
         self.threads: list[str] = []
+        self.streams: list[FakeStream] = []
         self.waits: list[FakeEvent] = []
+        self.pinned: dict[int, int] = {}
 
     def enter_thread(self) -> None:
         self.threads.append(threading.current_thread().name)
 
-    def new_stream(self, name: str) -> object:
-        return FakeStream(name, seed=len(name) + len(self.threads))
+    def settle(self) -> None:
+        if self.lost:
+            raise RuntimeError("fake device lost")
+        for stream in tuple(self.streams):
+            stream.settle()
+
+    def pinned_memory(self) -> PinnedMemory:
+        return PinnedMemory(self.pinned.__setitem__, self.pinned.__delitem__)
+
+    def new_stream(self, name: str) -> FakeStream:
+        self.streams.append(FakeStream(name, seed=len(name) + len(self.threads)))
+        return self.streams[-1]
+
+    def check_stream(self, stream: object) -> None:
+        if not isinstance(stream, FakeStream):
+            raise InvalidRequest(f"{stream!r} is no fake stream")
+        if stream.capturing:
+            raise InvalidRequest(f"{stream!r} is capturing a graph")
 
     def close_stream(self, stream: object) -> None:
         assert isinstance(stream, FakeStream)
         self.closed += 1
+        self.streams.remove(stream)
         stream.put(stream.end)
 
     def empty(self, stream: object, nbytes: int) -> torch.Tensor:
         assert isinstance(stream, FakeStream)
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    @contextmanager
+    def current(self, stream: object) -> Generator[None]:
+        """The stream waits while the calling thread does its work for it."""
+        assert isinstance(stream, FakeStream)
+        reached, left = threading.Event(), threading.Event()
+        stream.put(lambda: (reached.set(), left.wait(), None)[2])
+        reached.wait()
+        try:
+            yield
+        finally:
+            left.set()
 
     def enqueue(self, stream: object, fn: Callable[[], None]) -> None:
         assert isinstance(stream, FakeStream)
@@ -93,6 +137,8 @@ class FakeDriver:
 
     def record(self, stream: object) -> object:
         assert isinstance(stream, FakeStream)
+        if self.lost:
+            raise RuntimeError("fake device lost")
         event = FakeEvent()
 
         def happen() -> None:
@@ -103,7 +149,9 @@ class FakeDriver:
         return event
 
     def wait_event(self, stream: object, event: object) -> None:
-        assert isinstance(stream, FakeStream) and isinstance(event, FakeEvent)
+        assert isinstance(stream, FakeStream)
+        if not isinstance(event, FakeEvent):
+            raise InvalidRequest(f"{event!r} is no fake event")
         self.waits.append(event)
         stream.put(lambda: (event.flag.wait(), None)[1])
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from phloem.cuda_streams.batches import Copy, CopyBatch
-from phloem.cuda_streams.device import DeviceEngine, DeviceStream
+from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.device_mover import _runs
+from phloem.cuda_streams.device_streams import DeviceStream
 from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket
 from phloem.cuda_streams.fences import Fence, LoopPoster, StepTicket
 from phloem.cuda_streams.host import HostMemory

@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "a step is over at its end, whatever its stream still runs", "fences.py",
-        "if self._recorded is None:", "if self._recorded is not self:",
+        "if recorded is None:", "if recorded is not self:",
         "test_fences.py::TestStepTicket::test_needs_both_the_end_and_the_stream",
     ),
     Mutant(

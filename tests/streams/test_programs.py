@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from phloem.cuda_streams.batches import Channel, Clear, Copy, CopyBatch, CopyItem
 from phloem.cuda_streams.clocks import VirtualClock
-from phloem.cuda_streams.device import DeviceEngine, DeviceStream
+from phloem.cuda_streams.device import DeviceEngine
+from phloem.cuda_streams.device_streams import DeviceStream
 from phloem.cuda_streams.dispatch import Dispatcher
 from phloem.cuda_streams.engine import Ticket, TicketState
 from phloem.cuda_streams.fences import Fence, LoopPoster, Stream

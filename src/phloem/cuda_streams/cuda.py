@@ -8,20 +8,19 @@ our threads work while another captures a graph; many copies in one call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phloem.cuda_streams.device import DeviceEngine, DeviceStream
-from phloem.cuda_streams.dispatch import Fault
 from phloem.cuda_streams.driver import Addresses, BatchCopy
-from phloem.cuda_streams.fences import Post
 from phloem.cuda_streams.host import PinnedMemory
+from phloem.cuda_streams.numa import near_pci_device
 from phloem.errors import InvalidRequest
 
-__all__ = ["CudaDriver", "cuda_engine", "cuda_stream", "pinned_memory"]
+__all__ = ["CudaDriver"]
 
 _NON_BLOCKING = 1
 _RELAXED = 2
@@ -58,24 +57,40 @@ _BatchCall = ctypes.CFUNCTYPE(
 
 
 class CudaDriver:
-    """The `Driver` of one CUDA device. Raises InvalidRequest where there is none."""
+    """The `Driver` of one CUDA device. Raises InvalidRequest where there is none.
+
+    The thread that makes it is left as it was.
+    """
 
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
-        if self.device.type != "cuda" or not torch.cuda.is_available():
+        cuda = torch.version.cuda is not None and torch.cuda.is_available()
+        if self.device.type != "cuda" or not cuda:
             raise InvalidRequest(f"no CUDA device {device}")
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.device.index >= torch.cuda.device_count():
+            raise InvalidRequest(f"no CUDA device {device}; there are {torch.cuda.device_count()}")
         self._library = ctypes.CDLL("libcuda.so.1")
-        self.enter_thread()
+        self._check(self._library.cuInit(ctypes.c_uint(0)))
+        self.near = near_pci_device(self._bus_id())
         self.batch_copy: BatchCopy | None = self._tried(self._find_batch_copy())
 
     def enter_thread(self) -> None:
-        """Make the device current, and queries legal while another thread captures a graph."""
+        """Be near the device, make it current; and allow queries while others capture graphs."""
+        self.near.bind_thread()
         mode = ctypes.c_int(_RELAXED)
         self._check(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
         torch.cuda.set_device(self.device)
         torch.cuda.mem_get_info(self.device)  # setting alone may leave the thread without context
+
+    def settle(self) -> None:
+        """See `Driver.settle`."""
+        torch.cuda.synchronize(self.device)
+
+    def pinned_memory(self) -> PinnedMemory:
+        """See `Driver.pinned_memory`."""
+        return PinnedMemory(self._register, self._unregister, enter_thread=self.near.bind_thread)
 
     def new_stream(self, name: str) -> torch.cuda.Stream:
         """A stream of our own: torch's come from a pool, where two owners may share one."""
@@ -99,6 +114,17 @@ class CudaDriver:
             handle.value, device=self.device
         )
 
+    def check_stream(self, stream: object) -> None:
+        """See `Driver.check_stream`."""
+        cuda = _cuda(stream)
+        if cuda.device != self.device:
+            raise InvalidRequest(f"{cuda!r} is not on {self.device}")
+        capturing = ctypes.c_int()
+        handle = ctypes.c_void_p(cuda.cuda_stream)
+        self._check(self._library.cuStreamIsCapturing(handle, ctypes.byref(capturing)))
+        if capturing.value:
+            raise InvalidRequest(f"{cuda!r} is capturing a graph: nothing runs on it")
+
     def close_stream(self, stream: object) -> None:
         """Destroy a stream of `new_stream`; left alone when the device is lost."""
         if self.alive():
@@ -110,6 +136,12 @@ class CudaDriver:
         """Memory for work on that stream alone: the allocator may know no other."""
         with torch.inference_mode(False), torch.cuda.stream(_cuda(stream)):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    @contextmanager
+    def current(self, stream: object) -> Generator[None]:
+        """See `Driver.current`."""
+        with torch.cuda.stream(_cuda(stream)):
+            yield
 
     def enqueue(self, stream: object, fn: Callable[[], None]) -> None:
         """See `Driver.enqueue`."""
@@ -141,16 +173,23 @@ class CudaDriver:
             return False
         return True
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Pin host memory. Raises RuntimeError when the driver refuses."""
-        self.enter_thread()
+    def _register(self, address: int, nbytes: int) -> None:
+        # The driver's own call: a refusal leaves no error behind for the next kernel launch.
         address_, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
-        self._check(self._library.cuMemHostRegister_v2(address_, size, ctypes.c_uint(0)))
+        with torch.cuda.device(self.device):
+            torch.cuda.mem_get_info()
+            self._check(self._library.cuMemHostRegister_v2(address_, size, ctypes.c_uint(0)))
 
-    def unregister(self, address: int) -> None:
-        """Undo `register`; left alone when the device is lost."""
-        if self.alive():
+    def _unregister(self, address: int) -> None:
+        if self.alive():  # a lost device has nothing registered
             self._check(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
+
+    def _bus_id(self) -> str:
+        """The device's address, as `0000:3b:00.0`."""
+        number, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+        self._check(self._library.cuDeviceGet(ctypes.byref(number), self.device.index))
+        self._check(self._library.cuDeviceGetPCIBusId(text, len(text), number))
+        return text.value.decode()
 
     def _check(self, status: int) -> None:
         if status:
@@ -218,21 +257,3 @@ def _cuda(stream: object) -> torch.cuda.Stream:
     if not isinstance(stream, torch.cuda.Stream):
         raise InvalidRequest(f"{stream!r} is no CUDA stream")
     return stream
-
-
-def cuda_engine(
-    device: str | torch.device, post: Post, *, fault: Fault | None = None
-) -> DeviceEngine:
-    """The copy engine of a CUDA device. Raises InvalidRequest where there is none."""
-    return DeviceEngine(post, CudaDriver(device), fault=fault)
-
-
-def cuda_stream(name: str, stream: torch.cuda.Stream, post: Post) -> DeviceStream:
-    """A caller's CUDA stream as a `Stream`; its `close` ends the thread that watches it."""
-    return DeviceStream(name, stream, CudaDriver(stream.device), post)
-
-
-def pinned_memory(device: str | torch.device) -> PinnedMemory:
-    """Memory for `HostPools.allocate` that the device can copy from and to without the CPU."""
-    driver = CudaDriver(device)
-    return PinnedMemory(driver.register, driver.unregister)

@@ -9,7 +9,6 @@ thread launches; one thread for each stream blocks on its events, in order, and 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -17,92 +16,14 @@ import torch
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, CopyItem
 from phloem.cuda_streams.device_mover import DeviceMover
+from phloem.cuda_streams.device_streams import EventWaiter
 from phloem.cuda_streams.dispatch import Dispatcher, Fault, waited_for
 from phloem.cuda_streams.driver import Driver
-from phloem.cuda_streams.engine import CopyFailed, Ticket
+from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.fences import Fence, Post
-from phloem.errors import EngineDead, InvalidRequest
+from phloem.errors import CopyFailed, EngineDead
 
-__all__ = ["DeviceEngine", "DeviceStream", "EventWaiter"]
-
-
-class EventWaiter:
-    """A thread that blocks on the events of one stream in order and acts on each."""
-
-    def __init__(self, driver: Driver, name: str) -> None:
-        self._driver = driver
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[object, Callable[[Exception | None], None]]] = deque()
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=f"phloem-{name}", daemon=True)
-        self._thread.start()
-
-    def after(self, event: object, fn: Callable[[Exception | None], None]) -> None:
-        """Call `fn(error)` in the waiter's thread once the event has happened or cannot."""
-        with self._changed:
-            self._queue.append((event, fn))
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """End the thread once all that it was given has happened. Blocks; idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        self._driver.enter_thread()
-        while self._serve_one():
-            pass
-
-    def _serve_one(self) -> bool:  # a function of its own, so that nothing is held while waiting
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            if not self._queue:
-                return False
-            event, fn = self._queue.popleft()
-        error: Exception | None = None
-        try:
-            self._driver.synchronize(event)
-        except Exception as caught:  # noqa: BLE001  drivers raise what they like
-            error = caught
-        fn(error)
-        return True
-
-
-class DeviceStream:
-    """A caller's stream of the device as a `Stream`."""
-
-    def __init__(self, name: str, stream: object, driver: Driver, post: Post) -> None:
-        self.name = name
-        self.stream = stream
-        self._driver = driver
-        self._post = post
-        self._waiter = EventWaiter(driver, name)
-
-    def record(self) -> Fence:
-        """See `Stream.record`. If the device is lost the fence passes: nothing runs any more."""
-        fence = Fence(self._post, self.name)
-        event = self._driver.record(self.stream)
-        fence.mark_recorded(event)
-        self._waiter.after(event, lambda _: fence.mark_passed())
-        return fence
-
-    def wait(self, fence: Fence) -> None:
-        """See `Stream.wait`: the device waits, not the caller.
-
-        Raises InvalidRequest when the fence is not recorded yet, that is while its copy has not
-        been launched (see `Ticket.placed`): there is no event that the device could wait for.
-        """
-        event = fence.event
-        if event is not None:
-            self._driver.wait_event(self.stream, event)
-        elif not fence.passed:
-            raise InvalidRequest(f"{fence!r} is not recorded: await its launch first")
-
-    def close(self) -> None:
-        """End the stream's thread, after what was recorded has ended. Blocks; idempotent."""
-        self._waiter.close()
+__all__ = ["DeviceEngine"]
 
 
 class DeviceEngine(Dispatcher):
@@ -111,6 +32,8 @@ class DeviceEngine(Dispatcher):
     Once a copy is launched its place on the stream cannot be changed. So at most `bulk_window`
     tickets of a positive `priority` are on a stream at a time, and an urgent one waits for no
     more than those. A cancelled ticket that is launched completes.
+
+    Make the pools first: what fills them, on whichever stream, has ended when the engine is made.
     """
 
     placed_at_launch = True
@@ -125,6 +48,7 @@ class DeviceEngine(Dispatcher):
         bulk_window: int = 2,
     ) -> None:
         super().__init__(post, fault)
+        driver.settle()
         self._driver = driver
         self._bulk_window = bulk_window
         self._bulk: dict[Channel, set[int]] = {channel: set() for channel in CHANNELS}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from phloem.cuda_streams.host import PinnedMemory
+from phloem.cuda_streams.numa import Nearby
 
 __all__ = ["Addresses", "BatchCopy", "Driver"]
 
@@ -23,12 +27,28 @@ class Driver(Protocol):
     device: torch.device
     batch_copy: BatchCopy | None
     """None where the device cannot."""
+    near: Nearby
 
     def enter_thread(self) -> None:
         """Called once by each engine thread before it uses the device."""
         ...
 
+    def settle(self) -> None:
+        """Block until all that is on the device now, on whichever stream, has ended."""
+        ...
+
+    def pinned_memory(self) -> PinnedMemory:
+        """Memory for `HostPools.allocate` that the device copies from and to without the CPU."""
+        ...
+
     def new_stream(self, name: str) -> object: ...
+
+    def check_stream(self, stream: object) -> None:
+        """Raise InvalidRequest unless it is a stream of this device that runs what it is given.
+
+        (A stream whose work is being captured into a graph runs nothing.)
+        """
+        ...
 
     def close_stream(self, stream: object) -> None:
         """Give back a stream of `new_stream`, when nothing runs on it any more."""
@@ -36,6 +56,10 @@ class Driver(Protocol):
 
     def empty(self, stream: object, nbytes: int) -> Tensor:
         """Device memory, uint8, for work on that stream alone."""
+        ...
+
+    def current(self, stream: object) -> AbstractContextManager[None]:
+        """Within it, the torch operations of the calling thread go onto the stream."""
         ...
 
     def enqueue(self, stream: object, fn: Callable[[], None]) -> None:

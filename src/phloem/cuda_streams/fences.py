@@ -235,33 +235,39 @@ class StepTicket:
 
     def launched(self, stream: Stream | None = None) -> None:
         """Everything that the pass runs is enqueued on `stream` (or on the one given at first)."""
-        self._move((_StepState.OPENED,), _StepState.LAUNCHED)
-        self._stream = stream or self._stream
-        self._record()
+        self._check((_StepState.OPENED,), _StepState.LAUNCHED)
+        self._record(stream or self._stream)
+        self._state = _StepState.LAUNCHED
 
     def end(self) -> None:
         """The caller is done with the pass: its results are accepted or queued behind it."""
-        self._move((_StepState.LAUNCHED,), _StepState.ENDED)
+        self._check((_StepState.LAUNCHED,), _StepState.ENDED)
+        self._state = _StepState.ENDED
         self._over()
 
     def abandon(self) -> None:
         """Give the pass up; legal before and after `launched()`."""
-        self._move((_StepState.OPENED, _StepState.LAUNCHED), _StepState.ABANDONED)
-        self._record()
+        self._check((_StepState.OPENED, _StepState.LAUNCHED), _StepState.ABANDONED)
+        self._record(self._stream)
+        self._state = _StepState.ABANDONED
         self._over()
 
-    def _move(self, allowed: tuple[_StepState, ...], to: _StepState) -> None:
+    def _check(self, allowed: tuple[_StepState, ...], to: _StepState) -> None:
         if self._state not in allowed:
             raise InvalidRequest(f"a step that is {self.state} cannot become {to.value}")
-        self._state = to
 
-    def _record(self) -> None:
-        self._recorded = self._stream.record() if self._stream is not None else None
+    def _record(self, stream: Stream | None) -> None:
+        self._recorded = stream.record() if stream is not None else None
+        self._stream = stream
 
     def _over(self) -> None:
-        if self._recorded is None:
+        recorded = self._recorded
+        if recorded is None:
             self.fence.mark_passed()
             return
-        if (event := self._recorded.event) is not None:
+        recorded.add_recorded_hook(lambda: self._same_event(recorded))
+        recorded.add_hook(self.fence.mark_passed)
+
+    def _same_event(self, recorded: Fence) -> None:
+        if (event := recorded.event) is not None:
             self.fence.mark_recorded(event)
-        self._recorded.add_hook(self.fence.mark_passed)

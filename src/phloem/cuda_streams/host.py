@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,11 @@ _PAGE = 4096
 
 def _cut(flat: Tensor, nbytes: int) -> list[Tensor]:
     return [flat[start : start + nbytes] for start in range(0, len(flat), nbytes)]
+
+
+def _touch(memory: Tensor) -> None:
+    # Not a torch operation: those spread over threads of their own.
+    ctypes.memset(memory.data_ptr(), 0, memory.numel())
 
 
 class HostMemory(NamedTuple):
@@ -78,6 +83,7 @@ class PinnedMemory:
 
     Taken with `mmap`, touched by several threads (the slow part of pinning), then registered piece
     by piece: one huge registration would hold the driver's lock for seconds. `close` undoes it.
+    `enter_thread` is called first by each thread that touches: it decides where the memory is.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class PinnedMemory:
         piece_bytes: int = 4 << 30,
         threads: int = 8,
         available: Callable[[], int] = available_bytes,
+        enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """`register(address, bytes)` and `unregister(address)` raise RuntimeError on failure."""
         self._register = register
@@ -95,6 +102,7 @@ class PinnedMemory:
         self._piece_bytes = piece_bytes
         self._threads = threads
         self._available = available
+        self._enter_thread = enter_thread
         self._registered: list[int] = []
 
     def __call__(self, count: int, row_bytes: int) -> HostMemory:
@@ -109,15 +117,15 @@ class PinnedMemory:
         unit = _PAGE // math.gcd(_PAGE, row_bytes)
         piece_rows = max(1, self._piece_bytes // (row_bytes * unit)) * unit
         pieces = _cut(flat, piece_rows * row_bytes)
-        with ThreadPoolExecutor(self._threads) as pool:
-            list(pool.map(partial(Tensor.fill_, value=0), _cut(flat, 64 << 20)))
+        with ThreadPoolExecutor(self._threads, initializer=self._enter_thread) as pool:
+            list(pool.map(_touch, _cut(flat, 64 << 20)))
         done: list[int] = []
         try:
             for piece in pieces:
                 self._register(piece.data_ptr(), piece.numel())
                 done.append(piece.data_ptr())
         except RuntimeError as error:
-            for address in done:
+            for address in reversed(done):
                 self._unregister(address)
             raise HostMemoryShort(nbytes, self._available(), f"pinning failed: {error}") from error
         self._registered += done

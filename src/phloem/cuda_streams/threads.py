@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -125,7 +126,8 @@ class WorkerStream:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                value = fn(*args, **kwargs)
+                with self._around():
+                    value = fn(*args, **kwargs)
             except BaseException as error:  # noqa: BLE001  whoever holds the future gets it
                 future.set_exception(error)
             else:
@@ -185,6 +187,10 @@ class WorkerStream:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+
+    def _around(self) -> AbstractContextManager[None]:
+        """What each function runs in."""
+        return nullcontext()
 
     def _enqueue(self, act: Callable[[], None], refuse: Callable[[], None]) -> None:
         self._queue.append((act, refuse))
