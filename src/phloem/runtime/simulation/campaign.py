@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from math import lcm
 
 import msgspec
 
+from phloem.actors.tree.keys import Namespace
 from phloem.actors.tree.placement import Placement
-from phloem.errors import InvalidRequest
+from phloem.errors import InvalidRequest, NoRoom, StaleHandle
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.simulation.faults import FAULTS, Faults, swarm
@@ -72,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cost: CostModel = QWEN3_NEXT_80B
     recheck: bool = True
     audit_every: int = 1
+    borrowers: int = 0
     steps_max: int = 2_000_000
 
 
@@ -103,6 +106,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
     geometry = _Geometry(rng)
     faults = swarm(rng)
     audit_every = rng.choice((1, 4, 16))
+    borrowers = rng.choice((0, 0, 1, 2))
     if fixed.faults is not None:
         faults = faults.only(fixed.faults)
     prompts = workload(fixed.workload or kind, seed, scale)
@@ -120,6 +124,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
         faults=faults,
         scramble=fixed.scramble,
         audit_every=audit_every,
+        borrowers=borrowers,
     )
 
 
@@ -181,23 +186,65 @@ async def play(sim: Simulation, plan: Plan, prompts: Iterable[Prompt]) -> list[S
     served: list[Served] = []
     async with sim.runtime(plan.config) as cache:
         model = sim.model(cache, plan.cost, recheck=plan.recheck)
-        async with Server(
-            cache,
-            model,
-            sim.stream("compute"),
-            order=plan.scheduler,
-            limits=plan.limits,
-            fails=lambda: sim.chance("abandon"),
-        ) as server:
-            others = [
-                asyncio.create_task(sim.every("reset", cache.reset), name="resetter"),
-                asyncio.create_task(sim.every("evict", lambda: _evict(sim, cache)), name="evicter"),
-            ]
+        async with (
+            Server(
+                cache,
+                model,
+                sim.stream("compute"),
+                order=plan.scheduler,
+                limits=plan.limits,
+                fails=lambda: sim.chance("abandon"),
+            ) as server,
+            _aside(sim, cache, plan),
+        ):
             await _arrivals(sim, server, prompts, served)
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
     return served
+
+
+@asynccontextmanager
+async def _aside(sim: Simulation, cache: CacheRuntime, plan: Plan) -> AsyncGenerator[None, None]:
+    """What goes on beside the requests, until the block is left."""
+    tasks = [
+        asyncio.create_task(sim.every("reset", cache.reset), name="resetter"),
+        asyncio.create_task(sim.every("evict", lambda: _evict(sim, cache)), name="evicter"),
+        *(
+            sim.client(_borrow(sim, cache, f"borrower-{number}"), f"borrower-{number}")
+            for number in range(plan.borrowers)
+        ),
+    ]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
+                sim.loop.fail(ended)
+
+
+async def _borrow(sim: Simulation, cache: CacheRuntime, name: str) -> None:
+    """A user of the calls below requests: leases, grants with time-outs, inserts of its own."""
+    rng, size = sim.rng, cache.config.page_size
+    namespace = Namespace(salt=name)  # nobody reads its pages, so nothing need be in them
+    while True:
+        await asyncio.sleep(rng.expovariate(20.0))
+        tokens = [rng.randrange(2) for _ in range(size * rng.randrange(1, 4))]
+        async with await cache.acquire(tokens, namespace=namespace, owner=name, whole=True) as held:
+            missing = (len(tokens) - held.boundary) // size
+            try:
+                grant = await cache.allocate(
+                    pages=missing, owner=name, timeout=rng.choice((0.001, 0.05, 1.0))
+                )
+            except NoRoom:
+                continue
+            try:
+                await asyncio.sleep(rng.expovariate(50.0))
+                if rng.random() < 0.5:
+                    await cache.insert(tokens, pages=grant.pages, lease=held, namespace=namespace)
+            except StaleHandle:
+                pass  # reset in between: the grant is still ours
+            finally:
+                cache.release(grant)
 
 
 async def _arrivals(

@@ -282,7 +282,7 @@ class Watch:
 
     def _holding(self, core: Core) -> set[str]:
         owners = {account.owner for account in core.ledger.accounts.values()}
-        owners.update(lease.owner for lease in core.tree.leases.live.values())
+        owners.update(lease.owner for lease in core.tree.leases.live.values() if lease.boundary)
         return owners
 
     # -- between turns -------------------------------------------------------------------------
