@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import msgspec
@@ -17,14 +17,17 @@ from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
 from phloem.actors.tree.tree import Evicted, InsertResult, Match, TreeFigures
+from phloem.cuda_streams.device_streams import CallerStreams
+from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, LoopPoster, Post, Stream
 from phloem.cuda_streams.pools import DevicePools
-from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
+from phloem.cuda_streams.threads import WorkerStream
 from phloem.errors import InvalidRequest, RuntimeClosed, StaleHandle
 from phloem.events import RuntimeStarted, RuntimeStopped, Sink
 from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.core import Core
+from phloem.runtime.devices import EngineFactory, driver_for, engine_for, pools_for
 from phloem.runtime.lease import Lease
 from phloem.runtime.nowait import (
     Nowait,
@@ -33,14 +36,16 @@ from phloem.runtime.nowait import (
     limit_of,
     release_handle,
 )
+from phloem.runtime.observe.counts import Counts
 from phloem.runtime.observe.explain import Explanation, explain_live
 from phloem.runtime.request import Request, check_breakpoints
 from phloem.runtime.step import Step
-from phloem.runtime.tracing import caller_context
+from phloem.runtime.tracing import caller_context, several
+
+if TYPE_CHECKING:
+    from phloem.runtime.observe.metrics import MetricsServer
 
 __all__ = ["CacheRuntime", "PoolStats", "Stats"]
-
-EngineFactory = Callable[[Post], CopyEngine]
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -66,6 +71,8 @@ class Stats(msgspec.Struct, frozen=True):
     actions: dict[str, int]
     refused_checkpoints: int
     leases_leaked: int
+    near: str
+    """Where the copy threads of a device are bound to CPUs near it, or why not; empty without."""
 
 
 class CacheRuntime:
@@ -76,38 +83,31 @@ class CacheRuntime:
                 ...
 
     `pools` are allocated on `device` unless given. `events` is a sink that gets every event (see
-    `phloem.runtime.tracing`); None costs nothing. `engine` makes the copy engine from a function
-    that posts to the loop; the default copies in worker threads. May be opened in one task and
-    closed in another.
+    `phloem.runtime.tracing`); None costs nothing. `metrics` counts them (see `serve_metrics`).
+    `engine` makes the copy engine from a function that posts to the loop; the default copies in
+    worker threads. May be opened in one task and closed in another.
+
+    The default engine suits the pools: streams of the device where they are on a CUDA device,
+    worker threads in CPU memory. `driver` is what the engine needs of a device, by default CUDA's.
     """
 
     def __init__(
         self,
         config: CacheConfig,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         pools: DevicePools | None = None,
         events: Sink | None = None,
-        engine: EngineFactory = ThreadEngine,
+        metrics: bool = False,
+        engine: EngineFactory | None = None,
+        driver: Driver | None = None,
     ) -> None:
         self.config = config
-        self._device = torch.device(device)
-        if pools is None:
-            pools = DevicePools.allocate(
-                config.layout,
-                pages=config.device_pages + 1,
-                states=config.device_states + 1,
-                page_size=config.page_size,
-                device=self._device,
-            )
-        elif pools.page_size != config.page_size:
-            raise InvalidRequest(
-                f"the pools have pages of {pools.page_size} tokens, the config of "
-                f"{config.page_size}"
-            )
-        self.pools = pools
-        self._events = events
-        self._new_engine = engine
+        self.pools = pools_for(config, device, pools)
+        self._driver = driver or driver_for(self.pools.device)
+        self._counts = Counts() if metrics else None
+        self._events = several(events, self._counts)
+        self._new_engine = engine or engine_for(self._driver)
         self._core: Core | None = None
         self._engine: CopyEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,6 +135,7 @@ class CacheRuntime:
                 self.config,
                 self.pools,
                 self._engine,
+                CallerStreams(self._driver, post),
                 post,
                 self._events,
                 self._crashed,
@@ -173,6 +174,8 @@ class CacheRuntime:
         # What has not ended by the deadline is waited for by the engine's own close.
         with anyio.move_on_after(self.config.close_timeout_s, shield=True):
             await self._engine.drain()
+            if self._core is not None:
+                await self._core.streams.settled()
         self.end_closing()
 
     def begin_closing(self) -> bool:
@@ -193,6 +196,7 @@ class CacheRuntime:
         assert self._core is not None and self._engine is not None
         self._core.domain.stop(RuntimeClosed("the runtime is closed"))
         self._engine.close()
+        self._core.streams.close()
         if self._events is not None and self._last_words is not None:
             self._events(self._last_words)
 
@@ -310,23 +314,34 @@ class CacheRuntime:
         core.opened(request)
         return request
 
-    def step(self, requests: Sequence[Request], *, stream: Stream | None = None) -> Step:
-        """Open a forward pass of `requests` on `stream`; see `Step`."""
+    def step(
+        self, requests: Sequence[Request], *, stream: Stream | torch.Stream | None = None
+    ) -> Step:
+        """Open a forward pass of `requests` on `stream`; see `Step`.
+
+        With pools on a device there must be a stream, of the device: a worker made by
+        `worker_stream`, or torch's own.
+        """
         core = self.core
         for request in requests:
             if core.requests.get(request.id) is not request:
                 raise StaleHandle(f"{request} is not a live request of this runtime")
         if len({request.id for request in requests}) != len(requests):
             raise InvalidRequest("a request is named twice")
+        named = core.streams.named(stream)
         self._steps += 1
-        step = Step(core, self._steps, requests, stream)
+        step = Step(core, self._steps, requests, named)
         for request in requests:
             request.step_opened(step)
         return step
 
-    def worker_stream(self, name: str) -> WorkerStream:
-        """A named worker thread for a model on the CPU; the caller closes it."""
-        return WorkerStream(name, self.core.post)
+    def worker_stream(self, name: str, on: torch.Stream | None = None) -> WorkerStream:
+        """A named worker thread for a model; the caller closes it.
+
+        With pools on a device `on` is the stream onto which its functions launch; see
+        `DeviceWorker`. Raises `InvalidRequest` when it is missing there, or given without.
+        """
+        return self.core.streams.worker(name, on)
 
     # -- one level lower -----------------------------------------------------------------------
 
@@ -422,7 +437,9 @@ class CacheRuntime:
 
     def stats(self) -> Stats:
         """The runtime in numbers."""
-        core = self.core
+        return self._stats_of(self.core)
+
+    def _stats_of(self, core: Core) -> Stats:
         kv, state = core.ledger.kv, core.ledger.state
         return Stats(
             kv=PoolStats(kv.size, kv.free, kv.parked, kv.tree, kv.granted),
@@ -435,7 +452,30 @@ class CacheRuntime:
             actions=dict(sorted(core.tree_actor.counts.items())),
             refused_checkpoints=core.refused_checkpoints,
             leases_leaked=core.leases_leaked,
+            near="" if self._driver is None else self._driver.near.why,
         )
+
+    def serve_metrics(self, *, port: int = 9464, host: str = "127.0.0.1") -> MetricsServer:
+        """Serve metrics to Prometheus from a thread, until the server returned is closed.
+
+        Needs `metrics=True` at the making of the runtime and the extra `metrics`; raises
+        `InvalidRequest` without them, `OSError` when the port is taken (0: any that is free).
+        """
+        if self._counts is None:
+            raise InvalidRequest("nothing is counted: make the runtime with metrics=True")
+        try:
+            from phloem.runtime.observe.metrics import MetricsServer
+        except ModuleNotFoundError as error:
+            raise InvalidRequest(
+                "metrics need prometheus_client: pip install 'phloem[metrics]'"
+            ) from error
+        core = self.core
+
+        def stats() -> Stats:  # read by the server's thread: numbers only
+            core.check_open()
+            return self._stats_of(core)
+
+        return MetricsServer(self._counts, stats, port=port, host=host)
 
     async def audit(self) -> None:
         """Check every invariant; raises `AssertionError` naming the first that is broken."""

@@ -7,7 +7,6 @@ it have ended.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -15,15 +14,16 @@ import anyio
 
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
-from phloem.actors.allocator import Grant
 from phloem.actors.tree.keys import TokenKey, Tokens
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import InsertResult, Match
 from phloem.cuda_streams.engine import Fence
 from phloem.errors import InvalidRequest, NoRoom, StaleHandle
-from phloem.events import Refused, RequestEnded, RequestForked
+from phloem.events import Refused, RequestEnded
 from phloem.runtime.checks import integer
+from phloem.runtime.forking import copy_private_data, lease_twin, tell_forked
+from phloem.runtime.holding import Holding, Snapshot
 
 if TYPE_CHECKING:
     from phloem.runtime.core import Core
@@ -52,17 +52,12 @@ class Request:
         self.prompt_tokens = key.length
         self.usable = match.usable
         self.computed = match.usable
-        self.state_slot: int | None = None
         self.status: Literal["open", "running", "finished", "aborted"] = "open"
         self._core = core
         self._key = key
         self._lease = lease
-        self._pages = core.tree.pages_of(lease)
-        self._own_from = len(self._pages)  # from this page on the table is the request's own
-        self._account = 0
+        self._holding = Holding(core, core.tree.pages_of(lease))
         self._state_at: int | None = None  # the position at which the working state is true
-        self._snapshot: tuple[int, int] | None = None  # slot, and the position it is for
-        self._copy_slot = 0  # receives a copy of the working state for a checkpoint
         self._tokens_computed = 0
         self._tokens_reused = match.usable
         self._steps: dict[int, Step] = {}  # opened and not over
@@ -73,6 +68,11 @@ class Request:
     def boundary(self) -> int:
         """Tokens that are the tree's and protected by the request's lease."""
         return self._lease.boundary
+
+    @property
+    def state_slot(self) -> int | None:
+        """The slot of the request's own working state, None until it is allocated."""
+        return self._holding.working
 
     @property
     def settled(self) -> int:
@@ -92,15 +92,15 @@ class Request:
     @property
     def room(self) -> int:
         """Tokens for which the request has pages."""
-        return len(self._pages) * self._core.config.page_size
+        return self._holding.room
 
     def page_table(self) -> Ids:
         """The device page ids of all the request's tokens and room, in order; a copy."""
-        return self._pages[:]
+        return self._holding.pages[:]
 
     def resources(self) -> Resources:
         """What the request owns outside the tree; empty after its end and the last fence."""
-        account = self._core.ledger.accounts.get(self._account)
+        account = self._core.ledger.accounts.get(self._holding.account)
         held = {
             "pages": account.pages if account else 0,
             "states": account.states if account else 0,
@@ -127,31 +127,26 @@ class Request:
         if not pages and not states:
             return
         grant = await self._core.allocate(
-            pages, states, self.id, account=self._account, wait=wait, timeout=timeout
+            pages, states, self.id, account=self._holding.account, wait=wait, timeout=timeout
         )
         if self._over:  # ended by another task at the moment of the hand-over
             self._core.release_grant(grant)
             self._check_alive()
-        self._take(grant)
+        self._holding.take(grant)
 
     def allocate_nowait(self, tokens: int) -> None:
         """`allocate` that never waits and never suspends."""
         pages, states = self._missing(tokens)
         if pages or states:
-            self._take(self._core.allocate_nowait(pages, states, self.id, account=self._account))
+            account = self._holding.account
+            grant = self._core.allocate_nowait(pages, states, self.id, account=account)
+            self._holding.take(grant)
 
     def _missing(self, tokens: int) -> tuple[int, int]:
         self._check_alive()
         tokens = integer("room in tokens", tokens)
-        page_size = self._core.config.page_size
-        pages = -(-(self.computed + tokens) // page_size) - len(self._pages)
-        return max(0, pages), int(self._core.has_states and self.state_slot is None)
-
-    def _take(self, grant: Grant) -> None:
-        self._account = grant.account
-        self._pages.extend(grant.pages)
-        if grant.states:
-            self.state_slot = grant.states[0]
+        pages = self._holding.missing(self.computed + tokens)
+        return pages, int(self._core.has_states and self.state_slot is None)
 
     async def ready(self) -> Match:
         """Wait until the private copy of the boundary's state is complete (or cleared, at 0).
@@ -190,15 +185,11 @@ class Request:
         assert isinstance(match, Match)
         if match.usable <= self.computed:
             return self.match
-        former = self._own_from
-        self._own_from = self.boundary // self._core.config.page_size
-        replaced = self._pages[former : self._own_from]
-        self._pages = self._core.tree.pages_of(self._lease) + self._pages[self._own_from :]
-        self._give_back(replaced, array("i"), ())
+        self._holding.stand_on(self._core.tree.pages_of(self._lease))
         self._tokens_reused += match.usable - self.computed
         self.computed = match.usable
         self.match = match
-        self._drop_snapshot()
+        self._holding.drop_snapshot(self.fences())
         if self.status == "running":
             await self.ready()
         return match
@@ -248,12 +239,11 @@ class Request:
                 f"rollback to {position}: own tokens go from {self.boundary} to {self._key.length}"
             )
         if self._core.has_states and position < self.computed and self._state_at != position:
-            if self._snapshot is None or self._snapshot[1] != position or self.state_slot is None:
+            snapshot, slot = self._holding.snapshot, self.state_slot
+            if snapshot is None or snapshot.position != position or slot is None:
                 raise InvalidRequest(f"no snapshot of the state at {position}")
             self._state_at = None
-            await self._core.call(
-                m.CopyWorkingState(self._snapshot[0], self.state_slot, self.id, self.fences())
-            )
+            await self._core.call(m.CopyWorkingState(snapshot.slot, slot, self.id, self.fences()))
             self._check_alive()
             self._state_at = position
         self._key = self._key.cut(position)
@@ -315,8 +305,9 @@ class Request:
             self._tokens_computed -= self.computed - start
             self.computed = start
         self._state_at = None  # an abandoned pass may have overwritten it, and a snapshot too
-        if self._snapshot is not None and self._snapshot[1] > self.computed:
-            self._drop_snapshot()
+        snapshot = self._holding.snapshot
+        if snapshot is not None and snapshot.position > self.computed:
+            self._holding.drop_snapshot(self.fences())
 
     # -- publishing ----------------------------------------------------------------------------
 
@@ -331,17 +322,17 @@ class Request:
         if not core.has_states or position % core.grid or position <= self.computed:
             self._refused("off_grid" if position % core.grid else "unsettled")
             return None
-        if self._snapshot is None:
+        kept = self._holding.snapshot
+        if kept is None:
             try:
-                grant = core.allocate_nowait(0, 1, self.id, account=self._account, evict=False)
+                slot = self._holding.take_slot(evict=False, owner=self.id)
             except NoRoom:
                 self._refused("no_slot")
                 return None
-            self._account = grant.account
-            self._snapshot = (grant.states[0], position)
         else:
-            self._snapshot = (self._snapshot[0], position)
-        return self._snapshot[0]
+            slot = kept.slot
+        self._holding.snapshot = Snapshot(slot, position)
+        return slot
 
     async def checkpoint(self, *, state: bool | None = None) -> InsertResult | None:
         """Publish what is settled; donate a state when the position is wanted (or `state=True`).
@@ -358,11 +349,11 @@ class Request:
         position = self._publishable("all")
         offer = self._donatable_snapshot(position)
         if offer is not None:
-            self._publish(offer[1], offer[0])
+            self._publish(offer.position, offer.slot)
         slot = await self._copy_for(position, state)
         if not self._publishes():  # reset while the copy was made
             if slot:
-                self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
+                self._holding.give_back_slot(slot, self.fences())
             return None
         if not slot and position // self._core.config.page_size * self._core.config.page_size <= (
             self.boundary
@@ -385,11 +376,12 @@ class Request:
             limit = min(limit, self.prompt_tokens)
         return max(limit, self.boundary)
 
-    def _donatable_snapshot(self, position: int) -> tuple[int, int] | None:
+    def _donatable_snapshot(self, position: int) -> Snapshot | None:
         """The snapshot, taken out, if its position is settled; it is spent by an insert."""
-        if self._snapshot is None or not self.boundary < self._snapshot[1] <= position:
+        snapshot = self._holding.snapshot
+        if snapshot is None or not self.boundary < snapshot.position <= position:
             return None
-        snapshot, self._snapshot = self._snapshot, None
+        self._holding.snapshot = None
         return snapshot
 
     async def _copy_for(self, position: int, state: bool | None) -> int:
@@ -406,27 +398,25 @@ class Request:
             self._refused("exists")
             return 0
         try:
-            grant = core.allocate_nowait(0, 1, self.id, account=self._account)
+            slot = self._holding.take_slot(evict=True, owner=self.id)
         except NoRoom:
             self._refused("no_slot")
             return 0
-        self._account = grant.account
-        self._copy_slot = slot = grant.states[0]
+        self._holding.copying = slot
         try:
             await core.call(m.CopyWorkingState(self.state_slot, slot, self.id, self.fences()))
             self._check_alive()  # whoever ended the request meanwhile gave the slot back
         except BaseException:
             if not self._over:
-                self._copy_slot = 0
-                self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
+                self._holding.copying = 0
+                self._holding.give_back_slot(slot, self.fences())
             raise
-        self._copy_slot = 0
+        self._holding.copying = 0
         return slot
 
     def _publish(self, length: int, state: int) -> InsertResult | None:
         """Insert up to `length`, which is exact when a state goes with it; None after a reset."""
-        page_size = self._core.config.page_size
-        offered = self._pages[self._own_from : length // page_size]
+        offered = self._holding.offer(length)
         result: object = None
         try:
             result = self._run_unless_reset(
@@ -436,15 +426,12 @@ class Request:
             )
         finally:
             if state and result is None:
-                self._give_back(array("i"), array("i", (state,)), self._fences_of(state))
+                self._holding.give_back_slot(state, self.fences())
         if result is None:
             self._refused("reset")
             return None
         assert isinstance(result, InsertResult)
-        for change in result.pages_changed:
-            at = change.start // page_size
-            self._pages[at : at + len(change.pages)] = change.pages
-        self._own_from = self.boundary // page_size
+        self._holding.published(self.boundary, result.pages_changed)
         return result
 
     async def fork(self, name: str | None = None) -> Request:
@@ -461,27 +448,17 @@ class Request:
         if name in core.requests:
             raise InvalidRequest(f"request {name!r} is running")
         await self.checkpoint(state=False)
-        lease = core.run(m.Fork(self._lease, name or core.next_id()))
-        assert isinstance(lease, TreeLease)
+        lease = lease_twin(core, self._lease, name or core.next_id())
         twin = Request(core, lease.owner, self._key, lease, self.match)
         twin.prompt_tokens = self.prompt_tokens
         ready = False
         try:
             twin.computed = self.computed
             await twin.allocate(0)
-            await self._copy_to(twin)
+            await copy_private_data(core, self._holding, twin._holding, twin.id, self.fences())
             self._check_alive()
             core.opened(twin)
-            if core.emit is not None:
-                core.emit(
-                    RequestForked(
-                        context=core.domain.caller_context(),
-                        request=twin.id,
-                        parent=self.id,
-                        lease=lease.id,
-                        tokens=self.computed,
-                    )
-                )
+            tell_forked(core, self.id, lease, self.computed)
             twin._state_at = self._state_at
             twin.status = "running"
             ready = True
@@ -489,18 +466,6 @@ class Request:
             if not ready:
                 twin.abort()
         return twin
-
-    async def _copy_to(self, twin: Request) -> None:
-        fences = self.fences()
-        sources, targets = self._pages[self._own_from :], twin._pages[twin._own_from :]
-        count = min(len(sources), len(targets))
-        if count and self.computed > self.boundary:
-            await self._core.call(m.CopyOwnPages(sources[:count], targets[:count], twin.id, fences))
-        if self._core.has_states:
-            assert self.state_slot is not None and twin.state_slot is not None
-            await self._core.call(
-                m.CopyWorkingState(self.state_slot, twin.state_slot, twin.id, fences)
-            )
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -526,15 +491,15 @@ class Request:
     def _publish_last(self, position: int) -> int:
         snapshot = self._donatable_snapshot(position)
         if snapshot is not None:
-            self._publish(snapshot[1], snapshot[0])
+            self._publish(snapshot.position, snapshot.slot)
         state = 0
         if (
-            self.state_slot is not None
+            self._holding.working is not None
             and self._state_at == position == self.computed
             and position % self._core.grid == 0
             and position > 0
         ):
-            state, self.state_slot = self.state_slot, None
+            state, self._holding.working = self._holding.working, None
         page_size = self._core.config.page_size
         if state or position // page_size * page_size > self.boundary:
             self._publish(position, state)
@@ -554,17 +519,6 @@ class Request:
         core.closed(self)
         if core.stopped:
             return
-        states = array("i")
-        if self.state_slot is not None:
-            states.append(self.state_slot)
-        if self._snapshot is not None:
-            states.append(self._snapshot[0])
-        if self._copy_slot:
-            states.append(self._copy_slot)
-        own = self._pages[self._own_from :]
-        fences = self.fences() + core.touching(states, own)
-        self._give_back(own, states, fences)
-        core.release_lease_after(self._lease, fences)
         if core.emit is not None:
             core.emit(
                 RequestEnded(
@@ -576,6 +530,10 @@ class Request:
                     published=published,
                 )
             )
+        pages, states = self._holding.own_pages, self._holding.own_states
+        fences = self.fences() + core.touching(states, pages)
+        self._holding.give_back(pages, states, fences)
+        core.release_lease_after(self._lease, fences)
 
     # -- small helpers -------------------------------------------------------------------------
 
@@ -600,19 +558,6 @@ class Request:
     def fences(self) -> tuple[Fence, ...]:
         """The fences of the request's steps that are not over."""
         return tuple(step.fence for step in self._steps.values() if not step.fence.passed)
-
-    def _fences_of(self, slot: int) -> tuple[Fence, ...]:
-        return self.fences() + self._core.touching((slot,), ())
-
-    def _give_back(self, pages: Ids, states: Ids, after: tuple[Fence, ...]) -> None:
-        if pages or states:
-            self._core.run(m.GiveBack(self._account, pages, states, after))
-
-    def _drop_snapshot(self) -> None:
-        if self._snapshot is not None:
-            slot = self._snapshot[0]
-            self._snapshot = None
-            self._give_back(array("i"), array("i", (slot,)), self._fences_of(slot))
 
     def _refused(self, why: str) -> None:
         core = self._core

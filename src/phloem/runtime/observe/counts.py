@@ -1,0 +1,127 @@
+"""Counts of what happened, since the runtime opened: plain integers, kept by a sink of events.
+
+Nothing here knows Prometheus; `metrics.py` shows the counts to it.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from phloem.actors.tree.results import Lost
+from phloem.events import (
+    Acquired,
+    CopyEnded,
+    CopySubmitted,
+    Event,
+    Evicted,
+    Granted,
+    Inserted,
+    LeaseLeaked,
+    Refused,
+    RequestEnded,
+    RequestForked,
+    RequestOpened,
+    ResetDone,
+    Waited,
+)
+
+__all__ = ["COPIES", "ENDED", "EVICTED", "LOST", "REFUSED", "Counts"]
+
+LOST: tuple[str, ...] = get_args(Lost)
+EVICTED: tuple[str, ...] = ("room", "asked", "path_cap")
+REFUSED: tuple[tuple[str, str], ...] = (
+    *(("room", why) for why in ("no_room", "deadlock", "left", "ended")),
+    *(
+        ("checkpoint", why)
+        for why in ("off_grid", "exists", "budget", "no_slot", "low_benefit", "unsettled", "reset")
+    ),
+)
+ENDED: tuple[str, ...] = ("finished", "aborted")
+COPIES: tuple[str, ...] = ("copy_state", "copy_pages", "clear_state")
+
+
+class Counts:
+    """A sink that counts. Every series is there from the beginning, at 0."""
+
+    def __init__(self) -> None:
+        self.lookups = 0
+        self.prompt_tokens = 0
+        self.reused_tokens = 0
+        self.lost_tokens = dict.fromkeys(LOST, 0)
+        self.taken_over_tokens = 0
+        self.computed_tokens = 0
+        self.published_tokens = 0
+        self.requests_opened = 0
+        self.requests_ended = dict.fromkeys(ENDED, 0)
+        self.evicted_pages = dict.fromkeys(EVICTED, 0)
+        self.evicted_states = dict.fromkeys(EVICTED, 0)
+        self.refused = dict.fromkeys(REFUSED, 0)
+        self.granted_pages = 0
+        self.granted_states = 0
+        self.waits = 0
+        self.copies = dict.fromkeys(COPIES, 0)
+        self.copies_failed = dict.fromkeys(COPIES, 0)
+        self.copied_bytes = dict.fromkeys(COPIES, 0)
+        self.leases_leaked = 0
+        self.resets = 0
+        self._usable: dict[str, int] = {}  # of requests that run
+        self._in_flight: dict[int, str] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Count an event."""
+        match event:
+            case RequestOpened():
+                self.requests_opened += 1
+                self._usable[event.request] = event.usable
+                self._looked_up(event)
+            case Acquired():
+                self._looked_up(event)
+            case RequestForked():
+                self.requests_opened += 1
+            case RequestEnded():
+                self._ended(event)
+            case Inserted():
+                self.published_tokens += max(0, event.published - event.reused)
+            case Evicted():
+                _add(self.evicted_pages, event.why, event.pages)
+                _add(self.evicted_states, event.why, event.states)
+            case Granted():
+                self.granted_pages += len(event.pages)
+                self.granted_states += len(event.states)
+            case Waited():
+                self.waits += 1
+            case Refused():
+                key = event.what, event.why
+                self.refused[key] = self.refused.get(key, 0) + 1
+            case CopySubmitted():
+                _add(self.copies, event.kind, 1)
+                _add(self.copied_bytes, event.kind, event.bytes)
+                self._in_flight[event.op] = event.kind
+            case CopyEnded():
+                kind = self._in_flight.pop(event.op, COPIES[0])
+                if event.error:
+                    _add(self.copies_failed, kind, 1)
+            case LeaseLeaked():
+                self.leases_leaked += 1
+            case ResetDone():
+                self.resets += 1
+            case _:
+                pass
+
+    def _looked_up(self, event: RequestOpened | Acquired) -> None:
+        self.lookups += 1
+        self.prompt_tokens += event.tokens
+        self.reused_tokens += event.usable
+        for why, tokens in event.lost.items():
+            _add(self.lost_tokens, why, tokens)
+
+    def _ended(self, event: RequestEnded) -> None:
+        _add(self.requests_ended, event.how, 1)
+        self.computed_tokens += event.computed
+        usable = self._usable.pop(event.request, None)
+        if usable is not None:
+            self.taken_over_tokens += event.reused - usable
+
+
+def _add(counts: dict[str, int], key: str, amount: int) -> None:
+    counts[key] = counts.get(key, 0) + amount

@@ -1,0 +1,130 @@
+"""Metrics as a real client parses them, and spans as a real SDK exports them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import urllib.request
+
+import pytest
+import structlog
+from observe.driver import Driver, config
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from phloem import CacheRuntime, InvalidRequest
+from phloem.actors.tree.results import Match
+from phloem.runtime.observe.counts import LOST
+from phloem.runtime.observe.metrics import METRICS, MetricsServer
+from phloem.runtime.observe.otel import SpanSink
+
+Series = dict[tuple[str, tuple[str, ...]], float]
+
+
+async def scrape(server: MetricsServer) -> Series:
+    """Every sample by name and label values, as Prometheus would have it."""
+
+    def fetch() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as page:
+            assert page.status == 200
+            text: str = page.read().decode()
+            return text
+
+    text = await asyncio.get_running_loop().run_in_executor(None, fetch)
+    series: Series = {}
+    for family in text_string_to_metric_families(text):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        about = METRICS[name]
+        assert (family.type, family.documentation) == (about.kind, about.text)
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            assert sample.name == name and set(sample.labels) == set(about.labels)
+            key = sample.name, tuple(sample.labels[label] for label in about.labels)
+            assert key not in series
+            series[key] = sample.value
+    return series
+
+
+async def test_every_metric_exists_before_first_use_and_tells_the_truth() -> None:
+    async with CacheRuntime(config(True), metrics=True) as cache:
+        with cache.serve_metrics(port=0) as server:
+            before = await scrape(server)
+            assert {name for name, _ in before} == set(METRICS)
+            assert {labels[0] for name, labels in before if "lost" in name} == set(LOST)
+            counters = [value for (name, _), value in before.items() if name.endswith("_total")]
+            assert set(counters) == {0.0}
+            driver = Driver(cache, 4)
+            for _ in range(200):
+                await driver.operate()
+            after = await scrape(server)
+            stats = cache.stats()
+            assert set(after) == set(before), "no series appears by use"
+            lost = sum(v for (name, _), v in after.items() if name == "phloem_lost_tokens_total")
+            asked = after["phloem_prompt_tokens_total", ()]
+            assert asked == lost + after["phloem_reused_tokens_total", ()] > 0
+            for holder in ("free", "parked", "tree", "granted"):
+                shown = after["phloem_pool_places", ("attention", "device", holder)]
+                assert shown == getattr(stats.kv, holder)
+            assert after["phloem_evicted_total", ("attention", "asked")] > 0
+            assert after["phloem_copies_total", ("copy_state",)] > 0
+            assert after["phloem_refused_total", ("checkpoint", "unsettled")] >= 0
+            await driver.close()
+            await cache.close()
+            closed = await scrape(server)
+            assert closed["phloem_lookups_total", ()] == after["phloem_lookups_total", ()]
+            assert ("phloem_leases", ()) not in closed
+
+
+async def test_nothing_is_served_that_is_not_counted() -> None:
+    async with CacheRuntime(config(False)) as cache:
+        with pytest.raises(InvalidRequest, match="metrics=True"):
+            cache.serve_metrics(port=0)
+    async with CacheRuntime(config(False), metrics=True) as cache:
+        with pytest.raises(InvalidRequest, match="port 70000"):
+            cache.serve_metrics(port=70000)
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_spans_of_requests_join_the_callers_trace() -> None:
+    exporter, clock = InMemorySpanExporter(), itertools.count(1)
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    sink = SpanSink(provider.get_tracer("test"), clock_ns=lambda: next(clock))
+    async with CacheRuntime(config(True), events=sink) as cache:
+        with structlog.contextvars.bound_contextvars(traceparent=PARENT):
+            async with cache.request([1, 2, 3, 4, 5], id="r1") as request:
+                match: Match = request.match
+                await request.allocate(5)
+                await request.ready()
+                with cache.step([request]) as step:
+                    step.launched({request: 4})
+                await request.finish()
+        async with cache.request([1, 2, 3, 4, 9], id="r2"):
+            pass
+        await cache.open_request([7, 8, 9], id="left")
+    spans = {
+        span.attributes["phloem.request"]: span
+        for span in exporter.get_finished_spans()
+        if span.attributes and span.name == "phloem.request"
+    }
+    assert set(spans) == {"r1", "r2", "left"}
+    first = spans["r1"]
+    assert first.context.trace_id == int(PARENT.split("-")[1], 16)
+    assert first.parent is not None and first.parent.span_id == int(PARENT.split("-")[2], 16)
+    assert first.attributes is not None
+    assert first.attributes["gen_ai.usage.cache_read.input_tokens"] == match.usable == 0
+    assert first.attributes["gen_ai.usage.cache_creation.input_tokens"] == 4
+    assert first.attributes["phloem.how"] == "finished"
+    assert first.start_time is not None and first.end_time is not None
+    assert 0 < first.start_time < first.end_time < 1000
+    assert spans["r2"].parent is None
+    assert spans["r2"].attributes["gen_ai.usage.cache_read.input_tokens"] == 4
+    copies = [span for span in exporter.get_finished_spans() if span.name == "phloem.copy"]
+    assert copies and all(
+        span.parent is not None and span.parent.span_id == first.context.span_id for span in copies
+    )
