@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from array import array
 
 import pytest
 
@@ -14,7 +13,7 @@ from phloem.actors.tree.node import Node
 
 def node(number: int, stamp: int) -> Node:
     """A node that has nothing but an id and a score."""
-    return Node(number, None, b"", 0, array("i"), stamp=stamp)
+    return Node(number, None, b"", 0, b"", stamp=stamp)
 
 
 def made(run_size: int) -> tuple[CandidateIndex, set[int]]:

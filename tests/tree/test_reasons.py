@@ -107,7 +107,7 @@ def test_records_are_bounded_in_number_and_bytes() -> None:
     for mark in range(10_000):
         ghosts.note(mark, bytes(40), "r", mark)
         assert len(ghosts) <= 100
-    held = sum(len(edge) for edge, _, _ in [*ghosts._recent.values(), *ghosts._older.values()])
+    held = sum(len(edge) for edge, *_ in [*ghosts._recent.values(), *ghosts._older.values()])
     assert held <= 1000 + 2 * 40
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from array import array
 from collections.abc import Iterator
@@ -147,3 +148,13 @@ def test_nodes_that_have_gone_are_referred_to_by_nobody(way: str) -> None:
     assert tree.figures().nodes == 0
     # the list, the loop's name, and the argument of the call
     assert all(sys.getrefcount(node) == 3 for node in nodes)
+
+
+def test_the_collector_sees_nothing_of_the_nodes() -> None:
+    gc.collect()
+    before = len(gc.get_objects())
+    tree = wide_tree(10_000, Lru())
+    gc.collect()
+    grown = len(gc.get_objects()) - before
+    assert tree.figures().nodes > 10_000
+    assert grown < 500

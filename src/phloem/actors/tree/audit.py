@@ -33,7 +33,7 @@ def audit_tree(tree: Tree) -> None:
     totals: Counter[str] = Counter()
     owned: set[tuple[str, int]] = set()
     for root in tree.radix.roots.values():
-        _check(root.parent is None and not root.edge and not len(root.pages), "a root has data")
+        _check(root.parent is None and not root.edge and not len(root.page_ids), "a root has data")
         _check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
         _audit_links(tree, root)
         _audit_counts(root, leases_at, states_at)
@@ -44,9 +44,9 @@ def audit_tree(tree: Tree) -> None:
         _audit_candidates(tree, node)
         totals["nodes"] += 1
         totals["leaves"] += node.children is None
-        totals["pages"] += len(node.pages)
+        totals["pages"] += node.page_count
         totals["states"] += node.state != NO_SLOT
-        totals["pages_protected"] += len(node.pages) if protected(node) else 0
+        totals["pages_protected"] += node.page_count if protected(node) else 0
         totals["states_protected"] += node.state != NO_SLOT and node.state_leases > 0
     _audit_index(tree.kv_index, tree.policy.rises_only)
     _audit_index(tree.state_index, tree.policy.rises_only)
@@ -73,8 +73,8 @@ def _audit_data(tree: Tree, node: Node, owned: set[tuple[str, int]]) -> None:
     _check(len(node.edge) % tree.radix.page_bytes == 0, f"edge of {node.id} is no whole pages")
     _check(node.end - parent.end == len(node.edge) // TOKEN_BYTES, f"node {node.id} ends elsewhere")
     _check(
-        len(node.pages) * tree.radix.page_bytes == len(node.edge),
-        f"node {node.id} has {len(node.pages)} pages for {len(node.edge)} bytes",
+        node.page_count * tree.radix.page_bytes == len(node.edge),
+        f"node {node.id} has {node.page_count} pages for {len(node.edge)} bytes",
     )
     for page in node.pages:
         _check(page > 0, f"node {node.id} holds the reserved page")

@@ -96,14 +96,12 @@ class TreeCore:
 
     def pages_of(self, lease: Lease) -> Ids:
         """The device page ids from the start to the lease's boundary."""
-        runs: list[array[int]] = []
+        runs: list[bytes] = []
         node: Node | None = lease.anchor
         while node is not None:
-            runs.append(node.pages)
+            runs.append(node.page_ids)
             node = node.parent
-        pages = array("i")
-        pages.frombytes(b"".join(reversed(runs)))
-        return pages
+        return array("i", b"".join(reversed(runs)))
 
     def state_of(self, lease: Lease) -> int:
         """The slot of the state at the lease's boundary, or `NO_SLOT`."""

@@ -112,7 +112,7 @@ def _view(node: Node, depth: int, last: bool, holders: dict[int, list[str]]) -> 
         start=parent.end,
         end=node.end,
         tokens=tuple(tokens),
-        device_pages=len(node.pages),
+        device_pages=node.page_count,
         state=node.state,
         leases=tuple(holders.get(node.id, ())),
         state_leases=node.state_leases,

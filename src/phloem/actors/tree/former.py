@@ -89,9 +89,9 @@ class Former:
             node = parent
 
     def _take_apart(self, node: Node, pages: Ids, states: Ids) -> None:
-        pages.extend(node.pages)
+        pages.frombytes(node.page_ids)
         self.nodes -= 1
-        self.pages -= len(node.pages)
+        self.pages -= node.page_count
         if node.state != NO_SLOT:
             states.append(node.state)
             self.states -= 1

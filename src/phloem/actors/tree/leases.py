@@ -11,7 +11,7 @@ import msgspec
 
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
-from phloem.actors.tree.node import Node
+from phloem.actors.tree.node import ID_BYTES, Node
 from phloem.actors.tree.placement import Refused, Wanted
 from phloem.actors.tree.radix import RootName
 from phloem.actors.tree.sessions import Session
@@ -157,7 +157,7 @@ class Leases:
     def _protect(self, node: Node) -> None:
         node.leases += 1
         while node.leases + node.protected_children == 1:
-            self.pages_protected += len(node.pages)
+            self.pages_protected += len(node.page_ids) // ID_BYTES
             parent = node.parent
             if parent is None:
                 return
@@ -174,7 +174,7 @@ class Leases:
             if parent is None:
                 return
             if not former:
-                self.pages_protected -= len(node.pages)
+                self.pages_protected -= len(node.page_ids) // ID_BYTES
                 if node.children is None:
                     self._kv_index.push(node)
             if node.stamp > parent.stamp:

@@ -11,8 +11,11 @@ from array import array
 
 import msgspec
 
-__all__ = ["NO_MARK", "NO_SLOT", "SPLIT_RULES", "Node"]
+from phloem.actors.actions import Ids
 
+__all__ = ["ID_BYTES", "NO_MARK", "NO_SLOT", "SPLIT_RULES", "Node"]
+
+ID_BYTES = 4  # of a page id
 NO_MARK = -1  # no checksum of the prefix has been asked for yet
 NO_SLOT = 0  # slot 0 of a pool is never granted, so it can stand for "none"
 
@@ -20,16 +23,16 @@ NO_SLOT = 0  # slot 0 of a pool is never granted, so it can stand for "none"
 class Node(msgspec.Struct, gc=False, eq=False):
     """One node; its edge label is the run of whole pages between its parent's end and its own.
 
-    `end` is the token position at the end of the edge. `pages` holds the device page ids along the
-    edge, one for each page; nobody else holds the array. `state` is the device slot of the
-    recurrent state that is true at exactly `end`, or `NO_SLOT`.
+    `end` is the token position at the end of the edge. `page_ids` are the device page ids along the
+    edge, a 32-bit word for each page: bytes, which the garbage collector does not look at. `state`
+    is the device slot of the recurrent state that is true at exactly `end`, or `NO_SLOT`.
     """
 
     id: int
     parent: Node | None
     edge: bytes
     end: int
-    pages: array[int]
+    page_ids: bytes
     state: int = NO_SLOT
     children: dict[bytes, Node] | None = None  # by first page; None when there are none
     stamp: int = 0  # latest use of any key through the node, as far as it was passed up
@@ -45,6 +48,16 @@ class Node(msgspec.Struct, gc=False, eq=False):
     mark: int = NO_MARK  # namespace and checksum of the prefix up to the node's end
     queued: int = 0  # one bit for each candidate index that has an entry for the node
 
+    @property
+    def page_count(self) -> int:
+        """Pages that the node holds."""
+        return len(self.page_ids) // ID_BYTES
+
+    @property
+    def pages(self) -> Ids:
+        """The device page ids along the edge, in order; a copy."""
+        return array("i", self.page_ids)
+
 
 # What a split does with each field; a test fails when a field is missing here. "divide": by
 # position; "lower": stays with the lower part, the upper starts empty; "copy": both have it;
@@ -54,7 +67,7 @@ SPLIT_RULES: dict[str, str] = {
     "parent": "link",
     "edge": "divide",
     "end": "divide",
-    "pages": "divide",
+    "page_ids": "divide",
     "state": "lower",
     "children": "link",
     "stamp": "copy",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
-from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, Node
 
 __all__ = ["MERGED_EDGE_BYTES_MAX", "Radix", "Walk"]
 
@@ -47,17 +47,17 @@ class Radix:
         self._spaces: OrderedDict[RootName, int] = OrderedDict()
         self._next_space = 0
 
-    def new_node(self, parent: Node | None, edge: bytes, end: int, pages: array[int]) -> Node:
+    def new_node(self, parent: Node | None, edge: bytes, end: int, page_ids: bytes) -> Node:
         """A node with the next id; linking it in is the caller's."""
         self._next_id += 1
-        return Node(self._next_id, parent, edge, end, pages)
+        return Node(self._next_id, parent, edge, end, page_ids)
 
     def root(self, name: RootName) -> Node:
         """The root of a namespace, made on first use."""
         root = self.roots.get(name)
         if root is None:
             self.version += 1
-            root = self.roots[name] = self.new_node(None, b"", 0, array("i"))
+            root = self.roots[name] = self.new_node(None, b"", 0, b"")
             root.mark = self._space(name) << 32
             self._root_names[root.id] = name
         return root
@@ -121,7 +121,8 @@ class Radix:
     def attach_leaf(self, parent: Node, edge: bytes, pages: array[int]) -> Node:
         """Hang a new leaf under `parent`."""
         self.version += 1
-        leaf = self.new_node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, pages)
+        end = parent.end + len(edge) // TOKEN_BYTES
+        leaf = self.new_node(parent, edge, end, pages.tobytes())
         if parent.children is None:
             parent.children = {edge[: self.page_bytes]: leaf}
             if parent.parent is None:
@@ -143,17 +144,17 @@ class Radix:
         parent = node.parent
         assert parent is not None and parent.children is not None
         self.version += 1
-        count = inside // self.page_bytes
+        ids = inside // self.page_bytes * ID_BYTES
         first = node.edge[: self.page_bytes]
         upper = self.new_node(
-            parent, node.edge[:inside], parent.end + inside // TOKEN_BYTES, node.pages[:count]
+            parent, node.edge[:inside], parent.end + inside // TOKEN_BYTES, node.page_ids[:ids]
         )
         upper.stamp, upper.born, upper.hits = node.stamp, node.born, node.hits
         upper.priority, upper.keep_until = node.priority, node.keep_until
         if node.leases or node.protected_children:
             upper.protected_children = 1
         node.edge = node.edge[inside:]
-        node.pages = node.pages[count:]
+        node.page_ids = node.page_ids[ids:]
         node.parent = upper
         upper.children = {node.edge[: self.page_bytes]: node}
         parent.children[first] = upper
@@ -178,7 +179,7 @@ class Radix:
         assert parent.children is not None
         self.version += 1
         child.edge = node.edge + child.edge
-        child.pages = node.pages + child.pages
+        child.page_ids = node.page_ids + child.page_ids
         child.parent = parent
         child.stamp = max(child.stamp, node.stamp)
         child.hits = max(child.hits, node.hits)
@@ -201,17 +202,17 @@ class Radix:
             self.leaves -= 1
         leaf.parent = None
         self.nodes -= 1
-        self.pages -= len(leaf.pages)
+        self.pages -= leaf.page_count
         if leaf.state != NO_SLOT:
             self.states -= 1
         return parent
 
     def cut_tail(self, leaf: Node, count: int) -> array[int]:
         """Shorten a stateless leaf by its last `count` pages, which are returned."""
-        assert leaf.children is None and leaf.state == NO_SLOT and 0 < count < len(leaf.pages)
+        assert leaf.children is None and leaf.state == NO_SLOT and 0 < count < leaf.page_count
         self.version += 1
-        tail = leaf.pages[-count:]
-        leaf.pages = leaf.pages[:-count]
+        tail = array("i", leaf.page_ids[-count * ID_BYTES :])
+        leaf.page_ids = leaf.page_ids[: -count * ID_BYTES]
         leaf.edge = leaf.edge[: -count * self.page_bytes]
         leaf.end -= count * self.page_size
         leaf.mark = NO_MARK

@@ -36,14 +36,14 @@ class SheddingTree(TreeCore):
             score, node = popped
             self.policy.evicted(score, self.now)
             missing = pages - pages_gone
-            if node.state == NO_SLOT and missing < len(node.pages):
+            if node.state == NO_SLOT and missing < node.page_count:
                 tail = node.edge[-missing * self.radix.page_bytes :]
                 actions.append(FreeDeviceSlots("kv", self.radix.cut_tail(node, missing), TREE))
                 self.ghosts.note(mark_of(node), tail, by, self.now)
                 self.kv_index.push(node)
                 pages_gone += missing
                 break
-            pages_gone += len(node.pages)
+            pages_gone += node.page_count
             states_gone += node.state != NO_SLOT
             self._drop_leaf(node, actions, by)
         while states_gone < states:
@@ -54,7 +54,7 @@ class SheddingTree(TreeCore):
             self.policy.evicted(score, self.now)
             states_gone += 1
             if kv_may_go(node):
-                pages_gone += len(node.pages)
+                pages_gone += node.page_count
                 self._drop_leaf(node, actions, by)
             else:
                 self._drop_state(node, actions)
