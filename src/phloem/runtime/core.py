@@ -16,6 +16,7 @@ from phloem.actors.tree.actor import TreeActor
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tree import Tree
+from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.engine import CopyEngine, Fence, Post
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
@@ -38,6 +39,7 @@ class Core:
         config: CacheConfig,
         pools: DevicePools,
         engine: CopyEngine,
+        streams: CallerStreams,
         post: Post,
         emit: Sink | None,
         on_crash: Callable[[BaseException], None],
@@ -46,6 +48,7 @@ class Core:
         self.config = config
         self.emit = emit
         self.post = post
+        self.streams = streams
         self.has_states = config.layout.has_states
         self.tree = (Tree if emit is None else JournaledTree)(
             page_size=config.page_size,

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import torch
+
 from phloem.cuda_streams.engine import Fence, StepTicket, Stream
 from phloem.errors import InvalidRequest
 from phloem.events import Context, StepChanged
@@ -53,8 +55,12 @@ class Step:
         """Wait until the step will not touch its memory again. A cancelled caller leaves it be."""
         await self.fence.reached()
 
-    def launched(self, ends: Mapping[Request, int], stream: Stream | None = None) -> None:
+    def launched(
+        self, ends: Mapping[Request, int], stream: Stream | torch.Stream | None = None
+    ) -> None:
         """Everything is enqueued; each request will then be computed up to its end in `ends`.
+
+        `stream` is for a pass that runs on another stream than the one it was opened on.
 
         Raises `InvalidRequest` for a request that is not of this step or an end that does not fit
         its tokens and room, with nothing changed.
@@ -63,7 +69,7 @@ class Step:
             if request not in self.requests:
                 raise InvalidRequest(f"{request} is not of step {self.number}")
             request.check_end(integer("end", end))
-        self._ticket.launched(stream)
+        self._ticket.launched(None if stream is None else self._core.streams.named(stream))
         for request, end in ends.items():
             request.step_launched(end)
         self._tell(self.state, self._core.domain.caller_context())

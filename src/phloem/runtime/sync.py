@@ -25,11 +25,11 @@ from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
 from phloem.cuda_streams.engine import Stream
 from phloem.cuda_streams.pools import DevicePools
-from phloem.cuda_streams.threads import ThreadEngine
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
 from phloem.events import Sink
-from phloem.runtime.cache import CacheRuntime, EngineFactory, Stats
+from phloem.runtime.cache import CacheRuntime, Stats
 from phloem.runtime.config import CacheConfig
+from phloem.runtime.devices import EngineFactory
 from phloem.runtime.lease import Lease
 from phloem.runtime.request import Publish, Request
 from phloem.runtime.step import Step
@@ -200,7 +200,7 @@ class _Facade:
 
     @contextmanager
     def step(
-        self, requests: Sequence[SyncRequest], *, stream: Stream | None = None
+        self, requests: Sequence[SyncRequest], *, stream: Stream | torch.Stream | None = None
     ) -> Generator[Step]:
         """Open a forward pass; see `Step`."""
         inner = [request.inner for request in requests]
@@ -285,10 +285,10 @@ class SyncCacheRuntime(_Facade):
         self,
         config: CacheConfig,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         pools: DevicePools | None = None,
         events: Sink | None = None,
-        engine: EngineFactory = ThreadEngine,
+        engine: EngineFactory | None = None,
     ) -> None:
         inner = CacheRuntime(config, device=device, pools=pools, events=events, engine=engine)
         super().__init__(inner, self._run_to_end, _call)

@@ -1,0 +1,69 @@
+"""What device a runtime works on, and by what means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from phloem.cuda_streams.device import DeviceEngine
+from phloem.cuda_streams.driver import Driver
+from phloem.cuda_streams.engine import CopyEngine, Post
+from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.threads import ThreadEngine
+from phloem.errors import InvalidRequest
+from phloem.runtime.config import CacheConfig
+
+__all__ = ["EngineFactory", "driver_for", "engine_for", "pools_for"]
+
+EngineFactory = Callable[[Post], CopyEngine]
+
+
+def pools_for(
+    config: CacheConfig, device: str | torch.device | None, pools: DevicePools | None
+) -> DevicePools:
+    """The pools given, or new ones on `device`, by default in CPU memory.
+
+    Raises `InvalidRequest` when pools were given that are elsewhere or have other pages.
+    """
+    if pools is None:
+        return DevicePools.allocate(
+            config.layout,
+            pages=config.device_pages + 1,
+            states=config.device_states + 1,
+            page_size=config.page_size,
+            device="cpu" if device is None else device,
+        )
+    if pools.page_size != config.page_size:
+        raise InvalidRequest(
+            f"the pools have pages of {pools.page_size} tokens, the config of {config.page_size}"
+        )
+    if device is not None and not _same(torch.device(device), pools.device):
+        raise InvalidRequest(f"the pools are on {pools.device}, not on {device}")
+    return pools
+
+
+def _same(asked: torch.device, there: torch.device) -> bool:
+    whole = str(asked) == asked.type  # `cuda` stands for whichever
+    return asked.type == there.type if whole else asked == there
+
+
+def driver_for(device: torch.device) -> Driver | None:
+    """The driver of a CUDA device; None for memory that threads copy.
+
+    Raises `InvalidRequest` for any other device.
+    """
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type != "cuda":
+        raise InvalidRequest(f"no copy engine for {device}; there are cpu and cuda")
+    from phloem.cuda_streams.cuda import CudaDriver
+
+    return CudaDriver(device)
+
+
+def engine_for(driver: Driver | None) -> EngineFactory:
+    """The engine that suits: of the device, or of worker threads."""
+    if driver is None:
+        return ThreadEngine
+    return lambda post: DeviceEngine(post, driver)
