@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: venv demo test check bench bench-peers fuzz clean
+.PHONY: venv demo test check bench bench-peers fuzz sim mutants clean
 
 venv: $(READY)
 
@@ -40,6 +40,15 @@ bench-peers: venv
 
 fuzz: venv
 	PHLOEM_FUZZ=1 $(BIN)/python -m pytest -q -m fuzz
+
+# Seeds over all schedulers, workloads and faults; SEEDS=0:20000 takes about half an hour on two cores.
+SEEDS ?= 0:20000
+sim: venv
+	$(BIN)/python -m phloem simulate --seeds $(SEEDS) --jobs $$(nproc)
+
+# Small bugs put into copies of the package: how many seeds it takes to find each.
+mutants: venv
+	$(BIN)/python tests/sim/mutants.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

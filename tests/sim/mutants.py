@@ -46,6 +46,7 @@ LEASES = "actors/tree/leases.py"
 RADIX = "actors/tree/radix.py"
 EVICTION = "actors/tree/eviction.py"
 REQUEST = "runtime/request.py"
+HOLDING = "runtime/holding.py"
 CORE = "runtime/core.py"
 STEP = "runtime/step.py"
 
@@ -57,7 +58,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "if self._room and len(queue) + self._let_in < self._capacity:",
         "if False and self._let_in:",
     ),
-    Mutant("the last message is taken first", DOMAIN, "= queue.popleft()", "= queue.pop()"),
+    Mutant(
+        "the last message is taken first",
+        DOMAIN,
+        "sent else queue.popleft()",
+        "sent else queue.pop()",
+    ),
     Mutant(
         "a late answer is not undone",
         DOMAIN,
@@ -79,7 +85,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "draining stops after one batch",
         DOMAIN,
-        "        if self._queue:\n            self._schedule()",
+        "        if self._queue or self._sent:\n            self._schedule()",
         "        if False:\n            self._schedule()",
     ),
     # -- room
@@ -258,33 +264,33 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the page table is not rewritten",
-        REQUEST,
-        "            self._pages[at : at + len(change.pages)] = change.pages",
+        HOLDING,
+        "            self.pages[at : at + len(change.pages)] = change.pages",
         "            pass",
     ),
     Mutant(
         "pages that an advance replaced are lost",
-        REQUEST,
-        '        self._give_back(replaced, array("i"), ())',
+        HOLDING,
+        '        self.give_back(replaced, array("i"), ())',
         "        replaced = replaced[:0]",
     ),
     Mutant(
         "an aborted request forgets its working state",
-        REQUEST,
-        "            states.append(self.state_slot)",
+        HOLDING,
+        "            states.append(self.working)",
         "            pass",
     ),
     Mutant(
         "an aborted checkpoint forgets its copy",
-        REQUEST,
-        "            states.append(self._copy_slot)",
+        HOLDING,
+        "            states.append(self.copying)",
         "            pass",
     ),
     Mutant(
         "an ended request drops its fences",
         REQUEST,
-        "        self._give_back(own, states, fences)\n",
-        "        self._give_back(own, states, ())\n",
+        "        self._holding.give_back(pages, states, fences)\n",
+        "        self._holding.give_back(pages, states, ())\n",
     ),
     Mutant(
         "an ended request's lease goes before its steps",
