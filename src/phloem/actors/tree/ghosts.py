@@ -56,8 +56,14 @@ class Remembered(NamedTuple):
 NOTHING = Remembered()
 
 
-_Ghost = tuple[bytes, str, int]  # the edge, who needed its room, and at which use of the tree
+_Ghost = tuple[bytes, str, int, int]  # edge, who needed its room, at which use, the mark after it
 _Place = tuple[int, bytes]  # the mark of what comes before, and the first page
+
+
+def _mark_within(mark: int, ghost: _Ghost, length: int) -> int:
+    """The mark of a prefix that goes on with the first `length` bytes of a ghost's edge."""
+    edge, _, _, end = ghost
+    return end if length == len(edge) and end != NO_MARK else mark_after(mark, edge[:length])
 
 
 class Ghosts:
@@ -81,12 +87,12 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._recent) + len(self._older)
 
-    def note(self, mark: int, edge: bytes, by: str, at: int) -> None:
-        """`edge`, after the prefix of `mark`, has left the cache."""
+    def note(self, mark: int, edge: bytes, by: str, at: int, end: int = NO_MARK) -> None:
+        """`edge`, after the prefix of `mark`, has left the cache; `end`: the mark after it."""
         if not self._half:
             return
         self.any = True
-        self._recent[mark, edge[: self._page_bytes]] = edge, by, at
+        self._recent[mark, edge[: self._page_bytes]] = edge, by, at, end
         self._bytes += len(edge)
         if len(self._recent) >= self._half or self._bytes > self._half_bytes:
             if self._older:
@@ -101,11 +107,13 @@ class Ghosts:
             ghost = recent or older
             if ghost is None:
                 return
-            was, by, at = ghost
+            was, by, at, end = ghost
             common = common_bytes(edge, 0, len(edge), was, self._page_bytes)
-            mark = mark_after(mark, edge[:common])
+            if common == len(was) == len(edge):
+                return
+            mark = _mark_within(mark, ghost, common)
             if common < len(was):
-                self.note(mark, was[common:], by, at)
+                self.note(mark, was[common:], by, at, end)
             edge = edge[common:]
 
     def recall(self, mark: int, data: bytes, start: int, stop: int) -> Remembered:
@@ -119,10 +127,11 @@ class Ghosts:
                     return Remembered(offset - start, by, at, forgotten=True)
                 break
             if offset == start:
-                by, at = ghost[1:]
+                _, by, at, _ = ghost
             common = common_bytes(data, offset, stop, ghost[0], self._page_bytes)
             offset += common
-            mark = mark_after(mark, ghost[0][:common])
+            if offset < stop:
+                mark = _mark_within(mark, ghost, common)
         return NOTHING if offset == start else Remembered(offset - start, by, at)
 
     def clear(self) -> None:
