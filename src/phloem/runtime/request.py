@@ -355,11 +355,8 @@ class Request:
             if slot:
                 self._holding.give_back_slot(slot, self.fences())
             return None
-        if not slot and position // self._core.config.page_size * self._core.config.page_size <= (
-            self.boundary
-        ):
-            return None
-        return self._publish(position, slot)
+        end = position if slot else self._whole(position)
+        return self._publish(end, slot) if slot or end > self.boundary else None
 
     def _publishes(self) -> bool:
         """False when the tree takes nothing of this request: the cache is off, or was reset."""
@@ -375,6 +372,15 @@ class Request:
         if publish == "prompt" or not self._core.config.reuse_decoded:
             limit = min(limit, self.prompt_tokens)
         return max(limit, self.boundary)
+
+    def _whole(self, position: int) -> int:
+        """How far KV is worth publishing when no state goes with it.
+
+        With recurrent layers, KV beyond the last grid position is of no use before a state is made
+        deeper, and by then it would stand for data that was computed in other chunks.
+        """
+        grid = self._core.grid  # without recurrent layers, a page
+        return position // grid * grid
 
     def _donatable_snapshot(self, position: int) -> Snapshot | None:
         """The snapshot, taken out, if its position is settled; it is spent by an insert."""
@@ -500,9 +506,9 @@ class Request:
             and position > 0
         ):
             state, self._holding.working = self._holding.working, None
-        page_size = self._core.config.page_size
-        if state or position // page_size * page_size > self.boundary:
-            self._publish(position, state)
+        end = position if state else self._whole(position)
+        if state or end > self.boundary:
+            self._publish(end, state)
         return self.boundary
 
     def abort(self) -> None:

@@ -1,0 +1,115 @@
+"""What one request owns outside the tree: its part of the page table and its state slots."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from phloem.actors import messages as m
+from phloem.actors.actions import Ids
+from phloem.actors.allocator import Grant
+from phloem.actors.tree.results import PagesChanged
+from phloem.cuda_streams.engine import Fence
+
+if TYPE_CHECKING:
+    from phloem.runtime.core import Core
+
+__all__ = ["Holding", "Snapshot"]
+
+
+class Snapshot(NamedTuple):
+    """A slot of the request's own that holds, or will hold, its state at `position`."""
+
+    slot: int
+    position: int
+
+
+class Holding:
+    """The page table of a request and its slots, with the account that they are booked under.
+
+    `pages[:own_from]` are the tree's and under the request's lease; the rest are its own.
+    """
+
+    def __init__(self, core: Core, tree_pages: Ids) -> None:
+        self._core = core
+        self._page_size = core.config.page_size
+        self.account = 0
+        self.pages = tree_pages
+        self.own_from = len(tree_pages)
+        self.working: int | None = None  # the slot of the working state
+        self.snapshot: Snapshot | None = None
+        self.copying = 0  # the slot that receives a copy of the working state for a checkpoint
+
+    @property
+    def room(self) -> int:
+        """Tokens for which there are pages."""
+        return len(self.pages) * self._page_size
+
+    @property
+    def own_pages(self) -> Ids:
+        """The request's own pages, in order; a copy."""
+        return self.pages[self.own_from :]
+
+    @property
+    def own_states(self) -> Ids:
+        """The request's own state slots; a copy."""
+        states: Ids = array("i")
+        if self.working is not None:
+            states.append(self.working)
+        if self.snapshot is not None:
+            states.append(self.snapshot.slot)
+        if self.copying:
+            states.append(self.copying)
+        return states
+
+    def missing(self, tokens: int) -> int:
+        """Pages that are missing to have room for `tokens` tokens in all."""
+        return max(0, -(-tokens // self._page_size) - len(self.pages))
+
+    def take(self, grant: Grant) -> None:
+        """Take in room: pages at the end of the table, and the working slot if one was missing."""
+        self.account = grant.account
+        self.pages.extend(grant.pages)
+        if grant.states:
+            self.working = grant.states[0]
+
+    def take_slot(self, *, evict: bool, owner: str) -> int:
+        """One more state slot, now; raises `NoRoom`."""
+        grant = self._core.allocate_nowait(0, 1, owner, account=self.account, evict=evict)
+        self.account = grant.account
+        return grant.states[0]
+
+    def offer(self, length: int) -> Ids:
+        """The own pages that hold tokens below `length`; a copy."""
+        return self.pages[self.own_from : length // self._page_size]
+
+    def published(self, boundary: int, changed: Iterable[PagesChanged]) -> None:
+        """The tree has taken over up to `boundary`, and put pages of its own in place of some."""
+        for change in changed:
+            at = change.start // self._page_size
+            self.pages[at : at + len(change.pages)] = change.pages
+        self.own_from = boundary // self._page_size
+
+    def stand_on(self, tree_pages: Ids) -> None:
+        """Read the tree's pages of a deeper boundary from now on; what they replace goes back."""
+        replaced = self.pages[self.own_from : len(tree_pages)]
+        self.pages = tree_pages + self.pages[len(tree_pages) :]
+        self.own_from = len(tree_pages)
+        self.give_back(replaced, array("i"), ())
+
+    def drop_snapshot(self, after: tuple[Fence, ...]) -> None:
+        """Give the snapshot's slot back, if there is one."""
+        if self.snapshot is not None:
+            slot, self.snapshot = self.snapshot.slot, None
+            self.give_back_slot(slot, after)
+
+    def give_back_slot(self, slot: int, after: tuple[Fence, ...]) -> None:
+        """Give one state slot back after `after` and the copies that still touch it."""
+        fences = after + self._core.touching((slot,), ())
+        self.give_back(array("i"), array("i", (slot,)), fences)
+
+    def give_back(self, pages: Ids, states: Ids, after: tuple[Fence, ...]) -> None:
+        """Give places back once `after` has passed."""
+        if pages or states:
+            self._core.run(m.GiveBack(self.account, pages, states, after))
