@@ -38,30 +38,32 @@ def detail(explanation: Explanation, why: str) -> str:
     return "; ".join(reason.details)
 
 
-PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+LONGER = [*PROMPT[:8], 20, 21, 22, 23, 24]  # keeps the KV of the other when its states go
 
 
 async def test_a_live_cache_explains_itself() -> None:
     async with CacheRuntime(config(True)) as cache:
         cold = await cache.explain(PROMPT)
-        assert reasons(cold) == {"last_token": 1, "never_seen": 10}
+        assert reasons(cold) == {"last_token": 1, "never_seen": 8}
         await serve(cache, PROMPT, "a")
+        await serve(cache, LONGER, "b", state=False)
         before = live_state(cache.core)
         warm = await cache.explain(PROMPT)
-        assert (warm.usable, warm.kv_prefix) == (8, 10)
-        assert reasons(warm) == {"last_token": 1, "no_state": 2}
+        assert (warm.usable, warm.kv_prefix) == (8, 8)
+        assert reasons(warm) == {"last_token": 1}
         other = await cache.explain(PROMPT, namespace=Namespace(salt="x"))
-        assert "namespace ('', '') has 10 tokens of them" in detail(other, "never_seen")
+        assert "namespace ('', '') has 8 tokens of them" in detail(other, "never_seen")
         assert live_state(cache.core) == before  # explaining changes nothing
         await cache.evict(states=8)
         bare = await cache.explain(PROMPT)
-        assert reasons(bare)["no_state"] == 10 and bare.branch_point == 8
+        assert reasons(bare)["no_state"] == 8 and bare.branch_point == 8
         assert "a state at 8 would have saved 8 tokens" in bare.remedies
-        await cache.evict(pages=5)
+        await cache.evict(pages=6)
         gone = await cache.explain(PROMPT)
-        assert reasons(gone) == {"last_token": 1, "evicted": 10}
+        assert reasons(gone) == {"last_token": 1, "evicted": 8}
         assert "made room for a caller of evict (use" in detail(gone, "evicted")
-        assert "5 more pages for the cache" in "; ".join(gone.remedies)
+        assert "4 more pages for the cache" in "; ".join(gone.remedies)
 
 
 async def test_a_log_explains_a_request(tmp_path: Path) -> None:
@@ -69,6 +71,7 @@ async def test_a_log_explains_a_request(tmp_path: Path) -> None:
     with open_log(path, clock=lambda: float(next(clock))) as log:
         async with CacheRuntime(config(True), events=log) as cache:
             await serve(cache, PROMPT, "first")
+            await serve(cache, LONGER, "longer", state=False)
             await cache.evict(states=8)
             await serve(cache, PROMPT, "bare")
             await cache.evict(pages=40, states=8)
@@ -77,20 +80,20 @@ async def test_a_log_explains_a_request(tmp_path: Path) -> None:
             await serve(cache, big, "big", state=False)
             await serve(cache, PROMPT, "victim")
     first = explain_request(path, "first")
-    assert reasons(first) == {"last_token": 1, "never_seen": 10}
+    assert reasons(first) == {"last_token": 1, "never_seen": 8}
     assert any("published up to 8, with a state" in line for line in first.later)
-    assert "finished, computed 11" in first.later[-1]
+    assert "finished, computed 9" in first.later[-1]
     bare = explain_request(path, "bare")
-    assert reasons(bare) == {"last_token": 1, "no_state": 10}
+    assert reasons(bare) == {"last_token": 1, "no_state": 8}
     assert re.search(
         r"there was a state at 8; it went \d.* \(asked, score", detail(bare, "no_state")
     )
     victim = explain_request(path, "victim")
-    assert reasons(victim)["evicted"] == 10
+    assert reasons(victim)["evicted"] == 8
     assert "made room for big" in detail(victim, "evicted")
     assert "lru gave the victims" in detail(victim, "evicted")
     text = readable(victim)
-    assert text.startswith("request victim: 0 of 11 tokens reusable, KV of 0")
+    assert text.startswith("request victim: 0 of 9 tokens reusable, KV of 0")
     with pytest.raises(InvalidRequest, match="has no request 'nobody' in run 1"):
         explain_request(path, "nobody", run=1)
 
