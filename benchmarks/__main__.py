@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import operations, scale, serving
+from benchmarks import events, operations, scale, serving
 
-SECTIONS = ("nodes", "tokens", "hops", "leaves", "serving")
+SECTIONS = ("nodes", "tokens", "hops", "leaves", "events", "serving")
 _OPERATIONS = ("match", "lease", "insert", "evict")
 
 
@@ -66,6 +67,18 @@ def _by_leaves(results: dict[str, Any]) -> None:
     print(f"\nevict one page: {few:.1f} µs with 40 leaves, {many:.1f} µs with 40,000")
 
 
+def _by_events(results: dict[str, Any]) -> None:
+    _tell("what events cost")
+    match, written = asyncio.run(events.match_cost()), events.written_cost()
+    results["events"] = {"match": match, "written": written}
+    print("\nevents off, µs a match through the domain, least of many")
+    print(f"  as it is {match['off']:.3f}, without their code {match['without']:.3f}")
+    print(f"  more {match['more']:.3f} (target: at most 0.1)")
+    print("events on, CPU µs an event, all threads")
+    print(f"  JSON {written['json']:.1f} (target: at most 12), logfmt {written['logfmt']:.1f}")
+    print(f"  counted for metrics {written['counted']:.1f}")
+
+
 def _by_serving(results: dict[str, Any]) -> None:
     _tell("16 requests at once through a hybrid model, with the cache and without")
     figures = results["serving"] = serving.serving()
@@ -100,6 +113,7 @@ def main() -> None:
         "tokens": _by_tokens,
         "hops": _by_hop,
         "leaves": _by_leaves,
+        "events": _by_events,
         "serving": _by_serving,
     }
     for section in arguments.only or ([] if arguments.scale else SECTIONS):
