@@ -31,6 +31,10 @@ check: venv
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_tidy.py
 
+# The report in a headless browser (pictures in build/), the timeline in Perfetto's reader: each where it is on the PATH.
+check-report: venv
+	PHLOEM_CHECK_REPORT=1 $(BIN)/python -m pytest -q -rs tests/observe/test_browser.py
+
 bench: venv
 	$(BIN)/python -m benchmarks
 

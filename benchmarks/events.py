@@ -14,7 +14,7 @@ from phloem.actors import domain as domain_module
 from phloem.actors.domain import Actor, Domain
 from phloem.events import Event, Freed, Granted, LeaseTaken
 from phloem.runtime.observe.counts import Counts
-from phloem.runtime.tracing import open_log
+from phloem.runtime.tracing import Style, open_log
 
 __all__ = ["match_cost", "turn_without_events", "written_cost"]
 
@@ -83,17 +83,21 @@ def written_cost() -> dict[str, float]:
         lambda: LeaseTaken(turn=9, request="r1", lease=4, boundary=512, node=17, state=True),
     ]
     costs: dict[str, float] = {}
-    for style in ("json", "logfmt"):
-        out = io.BytesIO()
-        begun = time.process_time_ns()
-        with open_log(out, style=style, capacity=_EVENTS + 1) as log:  # type: ignore[arg-type]
-            for number in range(_EVENTS):
-                log(sample[number % len(sample)]())
-        costs[style] = (time.process_time_ns() - begun) / _EVENTS / 1e3
-        assert log.dropped == 0
+    styles: tuple[Style, ...] = ("json", "logfmt")
+    for style in styles:
+        costs[style] = min(_a_written(sample, style) for _ in range(3))
     counts = Counts()
     begun = time.process_time_ns()
     for number in range(_EVENTS):
         counts(sample[number % len(sample)]())
     costs["counted"] = (time.process_time_ns() - begun) / _EVENTS / 1e3
     return costs
+
+
+def _a_written(sample: list[Callable[[], Event]], style: Style) -> float:
+    begun = time.process_time_ns()
+    with open_log(io.BytesIO(), style=style, capacity=_EVENTS + 1) as log:
+        for number in range(_EVENTS):
+            log(sample[number % len(sample)]())
+    assert log.dropped == 0
+    return (time.process_time_ns() - begun) / _EVENTS / 1e3

@@ -50,7 +50,7 @@ def test_the_schema_is_the_golden_one() -> None:
 
 
 def test_a_log_of_the_first_schema_is_read() -> None:
-    path = DATA / "schema1.jsonl"
+    path = DATA / "schema1.ndjson"
     entries = list(read_log(path))
     assert [type(entry.event).__name__ for entry in entries[:3]] == [
         "RuntimeStarted",
