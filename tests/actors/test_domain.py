@@ -13,6 +13,7 @@ import pytest
 from phloem.actors.domain import LATER, Domain, Handlers, Reply
 from phloem.errors import CacheCrashed, InvalidRequest, OwnershipError, RuntimeClosed
 
+pytestmark = pytest.mark.sim(seeds=1, policy="fifo")  # tests that count the rounds of a loop
 
 @dataclass(frozen=True)
 class Say:

@@ -37,7 +37,7 @@ __all__ = ["POLICIES", "Policy", "SimDeadlock", "SimLivelock", "SimLoop", "SimTa
 Policy = Literal["fifo", "batch", "task", "pct"]
 """How much order the seed may change.
 
-`fifo`   nothing: asyncio's own rounds, in virtual time (the tasks of a round in order of birth)
+`fifo`   nothing: asyncio's own order, in virtual time
 `batch`  every runnable task once a round, in drawn order
 `task`   one drawn task a round, so that a task may fall arbitrarily far behind
 `pct`    the task of the highest priority runs; priorities are drawn at birth and change at `depth`
@@ -207,7 +207,15 @@ class SimLoop(asyncio.BaseEventLoop):
         self._now_ns += self._tick_ns
         if not self._ending:
             self.history.append((self._now_ns, _name_of(handle)))
+        ready = cast("_Loop", self)._ready
+        before = len(ready)
         cast("_Handle", handle)._run()
+        if len(ready) > before + 1 and self._keeps_order():
+            arrived = [ready.pop() for _ in range(len(ready) - before)]
+            ready.extend(_tasks_by_birth(arrived[::-1], _task_of(handle)))
+
+    def _keeps_order(self) -> bool:
+        return self.policy == "fifo" or (self._scramble is not None and self.steps > self._scramble)
 
     def _fill_round(self) -> None:
         inside = cast("_Loop", self)
@@ -222,8 +230,9 @@ class SimLoop(asyncio.BaseEventLoop):
             ready.append(_unscheduled(heapq.heappop(timers)))
         arrived = list(ready)
         ready.clear()
-        if self.policy == "fifo" or (self._scramble is not None and self.steps > self._scramble):
-            self._round.extend(_tasks_by_birth(self._held + arrived))
+        if self._keeps_order():
+            self._round.extend(self._held)
+            self._round.extend(arrived)
             self._held.clear()
             return
         # What is not a task keeps the loop's promise: in order, and before the next task.
@@ -350,9 +359,18 @@ def where_it_waits(task: asyncio.Task[Any]) -> str:
     return " > ".join(names) + line
 
 
-def _tasks_by_birth(handles: list[asyncio.Handle]) -> list[asyncio.Handle]:
-    """The handles with their tasks in order of birth: that of arrival may hang on addresses."""
-    tasks = iter(sorted((handle for handle in handles if _task_of(handle) is not None), key=_born))
+def _tasks_by_birth(
+    handles: list[asyncio.Handle], running: SimTask[object] | None
+) -> list[asyncio.Handle]:
+    """What one callback made ready, its tasks in order of birth and the one that runs it last.
+
+    The order in which it did so may hang on that of a set, so on addresses.
+    """
+
+    def turn(handle: asyncio.Handle) -> tuple[bool, int]:
+        return _task_of(handle) is running, _born(handle)
+
+    tasks = iter(sorted((handle for handle in handles if _task_of(handle) is not None), key=turn))
     return [handle if _task_of(handle) is None else next(tasks) for handle in handles]
 
 

@@ -5,6 +5,7 @@ Switch it on with `-p phloem.runtime.simulation.pytest_plugin`, or in `conftest.
 
     @pytest.mark.sim                        # on asyncio's loop, and on the simulated one by seeds
     @pytest.mark.sim(seeds=50, only=True)   # on the simulated one only
+    @pytest.mark.sim(seeds=1, policy="fifo")   # a test that relies on asyncio's own order of tasks
 
 `--sim-seeds N` sets the number of seeds where the mark does not, `--sim-seed S` runs the one seed
 `S`, `--sim-policy P` one policy instead of all in turn. The seed and policy are part of the test's
@@ -42,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """See pytest."""
     config.addinivalue_line(
         "markers",
-        "sim(seeds=N, only=False): also run on the simulated loop, under N seeds; only there",
+        "sim(seeds=N, policy=P, only=False): also run on the simulated loop, or only there",
     )
 
 
@@ -55,12 +56,12 @@ def sim_loops(config: pytest.Config, item: pytest.Item) -> tuple[dict[str, LoopF
     mark = item.get_closest_marker("sim")
     if mark is None:
         return {}, False
-    known = {"seeds", "only"}
+    known = {"seeds", "policy", "only"}
     if unknown := sorted(set(mark.kwargs) - known) or mark.args:
         raise InvalidRequest(f"the mark `sim` takes {sorted(known)}, not {unknown}")
     asked: int | None = config.getoption("--sim-seeds")
     one: int | None = config.getoption("--sim-seed")
-    policy: Policy | None = config.getoption("--sim-policy")
+    policy: Policy | None = config.getoption("--sim-policy") or mark.kwargs.get("policy")
     count: int = mark.kwargs.get("seeds", _SEEDS) if asked is None else asked
     loops: dict[str, LoopFactory] = {}
     for seed in range(count) if one is None else (one,):
