@@ -9,6 +9,7 @@ import msgspec
 from phloem.actors.actions import CopyPages, CopyState, Ids
 from phloem.actors.tree.keys import TokenKey
 from phloem.actors.tree.leases import Lease
+from phloem.actors.tree.policies import Policy
 from phloem.cuda_streams.fences import Fence
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "Advance",
     "Allocate",
     "Audit",
+    "CloseSession",
     "Copied",
     "CopyAfter",
     "CopyOwnPages",
     "CopyWorkingState",
+    "Dump",
     "Evict",
     "Fork",
     "GiveBack",
@@ -39,8 +42,10 @@ __all__ = [
     "Reset",
     "Retry",
     "Ripe",
+    "StandOn",
     "StateWritten",
     "Sweep",
+    "UsePolicy",
     "Withdraw",
 ]
 
@@ -76,6 +81,34 @@ class Open(Message, frozen=True, gc=False, eq=False):
     limit: int
     owner: str
     breakpoints: tuple[int, ...] = ()
+    session: str | None = None
+    session_ends: int = 0
+    priority: int = 0
+    keep_until: int = 0
+
+
+class StandOn(Message, frozen=True, gc=False, eq=False):
+    """The lease's request has finished well: its session stands on its boundary."""
+
+    lease: Lease
+
+
+class CloseSession(Message, frozen=True, gc=False, eq=False):
+    """End a session; what it stood on becomes ordinary cache."""
+
+    name: str
+
+
+class UsePolicy(Message, frozen=True, gc=False, eq=False):
+    """Change the eviction policy; what is cached stays."""
+
+    policy: str | Policy
+
+
+class Dump(Message, frozen=True, gc=False, eq=False):
+    """Look at up to `limit` nodes of the tree."""
+
+    limit: int
 
 
 class Advance(Message, frozen=True, gc=False, eq=False):

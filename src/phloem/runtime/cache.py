@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from threading import Thread
+from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 import anyio
 import msgspec
@@ -15,7 +17,9 @@ import torch
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
+from phloem.actors.tree.dump import Dump
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
+from phloem.actors.tree.policies import Policy
 from phloem.actors.tree.tree import Evicted, InsertResult, Match, TreeFigures
 from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.driver import Driver
@@ -38,7 +42,8 @@ from phloem.runtime.nowait import (
 )
 from phloem.runtime.observe.counts import Counts
 from phloem.runtime.observe.explain import Explanation, explain_live
-from phloem.runtime.request import Request, check_breakpoints
+from phloem.runtime.opening import RequestOptions, open_message, undo_lease
+from phloem.runtime.request import Request
 from phloem.runtime.step import Step
 from phloem.runtime.tracing import caller_context, several
 
@@ -140,6 +145,7 @@ class CacheRuntime:
                 self._events,
                 self._crashed,
                 caller_context,
+                monotonic if loop is None else loop.time,
             )
         except BaseException:
             self._engine.close()
@@ -171,12 +177,11 @@ class CacheRuntime:
             return
         assert self._engine is not None
         # Shielded: a cancelled closer must not leave copies writing into pools that are given up.
-        # What has not ended by the deadline is waited for by the engine's own close.
-        with anyio.move_on_after(self.config.close_timeout_s, shield=True):
+        with anyio.move_on_after(self.config.close_timeout_s, shield=True) as patience:
             await self._engine.drain()
             if self._core is not None:
                 await self._core.streams.settled()
-        self.end_closing()
+        self.end_closing(stuck=patience.cancelled_caught)
 
     def begin_closing(self) -> bool:
         """Refuse new calls and abort what runs; False when there is nothing left to close."""
@@ -191,12 +196,25 @@ class CacheRuntime:
             request.abort()
         return True
 
-    def end_closing(self) -> None:
-        """Stop the actors and the engine, which waits for what runs."""
-        assert self._core is not None and self._engine is not None
-        self._core.domain.stop(RuntimeClosed("the runtime is closed"))
-        self._engine.close()
-        self._core.streams.close()
+    def end_closing(self, *, stuck: bool = False) -> None:
+        """Stop the actors and the engine.
+
+        `stuck`: copies have not ended in time. Then a thread of its own waits for them, holding the
+        pools that they may still write, and nobody else does.
+        """
+        core, engine = self._core, self._engine
+        assert core is not None and engine is not None
+        core.domain.stop(RuntimeClosed("the runtime is closed"))
+
+        def stop(pools: DevicePools = self.pools) -> None:
+            engine.close()
+            core.streams.close()
+            del pools
+
+        if stuck:
+            Thread(target=stop, name="phloem-close", daemon=True).start()
+        else:
+            stop()
         if self._events is not None and self._last_words is not None:
             self._events(self._last_words)
 
@@ -259,24 +277,16 @@ class CacheRuntime:
         self,
         tokens: Tokens,
         *,
-        id: str | None = None,
-        namespace: Namespace | None = None,
-        marks: Sequence[ContentMark] = (),
-        breakpoints: Sequence[int] = (),
-        whole: bool = False,
         join: bool = False,
         join_timeout: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Request]:
         """Open a request for a prompt; leaving the block without `finish` aborts it.
 
-        Matches all tokens but the last, which is computed for its logits, unless `whole`.
-        `breakpoints` are positions after which the caller expects other continuations. `join`
-        first waits, up to `join_timeout` seconds, for another request that is computing the same
-        prefix (see `Request.join`).
+        `options` are those of `RequestOptions`. `join` first waits, up to `join_timeout` seconds,
+        for another request that is computing the same prefix (see `Request.join`).
         """
-        request = await self.open_request(
-            tokens, id=id, namespace=namespace, marks=marks, breakpoints=breakpoints, whole=whole
-        )
+        request = await self.open_request(tokens, **options)
         try:
             if join:
                 await request.join(timeout=join_timeout)
@@ -284,35 +294,29 @@ class CacheRuntime:
         finally:
             request.abort()
 
-    async def open_request(
-        self,
-        tokens: Tokens,
-        *,
-        id: str | None = None,
-        namespace: Namespace | None = None,
-        marks: Sequence[ContentMark] = (),
-        breakpoints: Sequence[int] = (),
-        whole: bool = False,
-    ) -> Request:
-        """`request` without the block: the caller must `finish` or `abort`."""
+    async def open_request(self, tokens: Tokens, **options: Unpack[RequestOptions]) -> Request:
+        """`request` without the block: the caller must `finish` or `abort`.
+
+        Raises `InvalidRequest` for bad tokens or options and for the name of a running request. A
+        cancelled caller leaves nothing behind.
+        """
         core = self.core
-        key = TokenKey.of(tokens, namespace, marks)
-        if not key.length:
-            raise InvalidRequest("a request needs at least one token")
-        name = id or core.next_id()
-        if name in core.requests:
-            raise InvalidRequest(f"request {name!r} is running")
-        message = m.Open(
-            key, limit_of(key, whole), name, check_breakpoints(breakpoints, key.length)
-        )
-        opened = await core.domain.call(core.tree_actor, message, _undo_lease(core))
+        message = open_message(core, tokens, options)
+        if message.owner in core.requests:
+            raise InvalidRequest(f"request {message.owner!r} is running")
+        opened = await core.domain.call(core.tree_actor, message, undo_lease(core))
         lease, match = lease_and_match(opened)
-        if name in core.requests:  # opened by somebody else while this call was queued
+        if message.owner in core.requests:  # by somebody else while this call was queued
             core.release_lease(lease)
-            raise InvalidRequest(f"request {name!r} is running")
-        request = Request(core, name, key, lease, match)
+            raise InvalidRequest(f"request {message.owner!r} is running")
+        request = Request(core, message.owner, message.key, lease, match)
         core.opened(request)
         return request
+
+    async def close_session(self, name: str) -> bool:
+        """End a session; False when there was none. What it kept becomes ordinary cache."""
+        core = self.core
+        return bool(await core.domain.call(core.tree_actor, m.CloseSession(name)))
 
     def step(
         self, requests: Sequence[Request], *, stream: Stream | torch.Stream | None = None
@@ -383,7 +387,7 @@ class CacheRuntime:
         core = self.core
         key = TokenKey.of(tokens, namespace)
         message = m.Acquire(key, limit_of(key, whole), owner)
-        acquired = await core.domain.call(core.tree_actor, message, _undo_lease(core))
+        acquired = await core.domain.call(core.tree_actor, message, undo_lease(core))
         return Lease(core, *lease_and_match(acquired))
 
     async def allocate(
@@ -477,6 +481,18 @@ class CacheRuntime:
 
         return MetricsServer(self._counts, stats, port=port, host=host)
 
+    async def dump(self, limit: int = 1000) -> Dump:
+        """Up to `limit` nodes of the tree as data; `phloem.actors.tree.dump.picture` draws them."""
+        core = self.core
+        dump = await core.domain.call(core.tree_actor, m.Dump(integer("limit", limit, 1)))
+        assert isinstance(dump, Dump)
+        return dump
+
+    async def use_policy(self, policy: str | Policy) -> None:
+        """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
+        core = self.core
+        await core.domain.call(core.tree_actor, m.UsePolicy(policy))
+
     async def audit(self) -> None:
         """Check every invariant; raises `AssertionError` naming the first that is broken."""
         core = self.core
@@ -491,16 +507,6 @@ class CacheRuntime:
         generation = await core.domain.call(core.tree_actor, m.Reset())
         assert isinstance(generation, int)
         return generation
-
-
-def _undo_lease(core: Core) -> Callable[[object], None]:
-    def undo(answer: object) -> None:
-        lease, _ = lease_and_match(answer)
-        if not core.stopped:
-            context = core.domain.caller_context()
-            core.domain.send(core.tree_actor, m.Release(lease), context)
-
-    return undo
 
 
 def _undo_nothing(answer: object) -> None:

@@ -44,8 +44,10 @@ class Core:
         emit: Sink | None,
         on_crash: Callable[[BaseException], None],
         caller_context: Callable[[], Context] | None = None,
+        seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.config = config
+        self._seconds = seconds
         self.emit = emit
         self.post = post
         self.streams = streams
@@ -66,7 +68,7 @@ class Core:
             on_crash=on_crash,
             caller_context=None if emit is None else caller_context,
         )
-        self.tree_actor = TreeActor(self.domain, self.tree, self.ledger, emit)
+        self.tree_actor = TreeActor(self.domain, self.tree, self.ledger, emit, self.clock)
         view = TreeView(self.tree.figures, self.tree.leases.owners, lambda: self.tree.sweeping)
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
         self.transfer = TransferActor(self.domain, engine, pools, emit)
@@ -79,6 +81,10 @@ class Core:
         self.closing = False
         self._leaked: deque[TreeLease] = deque()
         self._ids = 0
+
+    def clock(self) -> int:
+        """Milliseconds of the loop's clock; sessions and priorities end by it."""
+        return int(self._seconds() * 1000)
 
     # -- messages ------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ it have ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import anyio
@@ -491,6 +490,7 @@ class Request:
         try:
             if publish != "none" and self._publishes():
                 published = self._publish_last(position)
+                self._core.run(m.StandOn(self._lease))
         finally:
             self._end("finished", published)
 
@@ -588,12 +588,3 @@ class Request:
 
 def _undo_nothing(answer: object) -> None:
     del answer
-
-
-def check_breakpoints(breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
-    """Raise `InvalidRequest` for a breakpoint outside the prompt."""
-    positions = tuple(integer("breakpoint", position) for position in breakpoints)
-    for position in positions:
-        if position > length:
-            raise InvalidRequest(f"breakpoint {position} of a prompt of {length} tokens")
-    return positions

@@ -13,14 +13,15 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar, Unpack
 
 import torch
 
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
 from phloem.actors.domain import Parked
-from phloem.actors.tree.keys import ContentMark, Namespace, Tokens
+from phloem.actors.tree.dump import Dump
+from phloem.actors.tree.keys import Namespace, Tokens
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
 from phloem.cuda_streams.engine import Stream
@@ -31,6 +32,7 @@ from phloem.runtime.cache import CacheRuntime, Stats
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.devices import EngineFactory
 from phloem.runtime.lease import Lease
+from phloem.runtime.opening import RequestOptions
 from phloem.runtime.request import Publish, Request
 from phloem.runtime.step import Step
 
@@ -177,21 +179,9 @@ class _Facade:
         return self.inner.pools
 
     @contextmanager
-    def request(
-        self,
-        tokens: Tokens,
-        *,
-        id: str | None = None,
-        namespace: Namespace | None = None,
-        marks: Sequence[ContentMark] = (),
-        breakpoints: Sequence[int] = (),
-    ) -> Generator[SyncRequest]:
+    def request(self, tokens: Tokens, **options: Unpack[RequestOptions]) -> Generator[SyncRequest]:
         """Open a request; leaving the block without `finish` aborts it."""
-        opened = self._drive(
-            self.inner.open_request(
-                tokens, id=id, namespace=namespace, marks=marks, breakpoints=breakpoints
-            )
-        )
+        opened = self._drive(self.inner.open_request(tokens, **options))
         request = SyncRequest(opened, self._drive, self._here)
         try:
             yield request
@@ -259,6 +249,14 @@ class _Facade:
     def stats(self) -> Stats:
         """The runtime in numbers."""
         return self._here(self.inner.stats)
+
+    def close_session(self, name: str) -> bool:
+        """End a session."""
+        return self._drive(self.inner.close_session(name))
+
+    def dump(self, limit: int = 1000) -> Dump:
+        """Up to `limit` nodes of the tree as data."""
+        return self._drive(self.inner.dump(limit))
 
     def audit(self) -> None:
         """Check every invariant."""

@@ -7,6 +7,7 @@ ledger, and sends the tree's actions in the order in which they were emitted.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from phloem.actors import messages as m
 from phloem.actors.actions import (
@@ -21,6 +22,7 @@ from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
 from phloem.actors.telling import Teller
 from phloem.actors.tree.audit import audit_tree
+from phloem.actors.tree.dump import Dump, dump_tree
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT
@@ -50,9 +52,15 @@ class TreeActor:
     name = "tree"
 
     def __init__(
-        self, domain: Domain, tree: Tree, ledger: Ledger, emit: Sink | None = None
+        self,
+        domain: Domain,
+        tree: Tree,
+        ledger: Ledger,
+        emit: Sink | None = None,
+        clock: Callable[[], int] = lambda: 0,
     ) -> None:
         self.tree = tree
+        self._clock = clock  # milliseconds; priorities and sessions end by it
         self.operations: dict[int, Operation] = {}
         self._domain = domain
         self._ledger = ledger
@@ -75,6 +83,10 @@ class TreeActor:
             m.Prepare: self._on_prepare,
             m.CopyWorkingState: self._on_copy_working_state,
             m.CopyOwnPages: self._on_copy_own_pages,
+            m.StandOn: self._on_stand_on,
+            m.CloseSession: self._on_close_session,
+            m.UsePolicy: self._on_use_policy,
+            m.Dump: self._on_dump,
             m.Fork: self._on_fork,
             m.Join: self._on_join,
             m.Copied: self._on_copied,
@@ -103,11 +115,16 @@ class TreeActor:
         return lease, match
 
     def _on_open(self, message: m.Open) -> tuple[Lease, MatchResult]:
+        self.tree.tick(self._clock())
         lease, match = self.tree.open(
             message.key,
             owner=message.owner,
             limit=message.limit,
             breakpoints=message.breakpoints,
+            session=message.session,
+            session_ends=message.session_ends,
+            priority=message.priority,
+            keep_until=message.keep_until,
         )
         if self._tell is not None:
             self._tell.opened(message, lease, match)
@@ -121,6 +138,20 @@ class TreeActor:
             self._tell.taken(message.lease, moved=True)
         self._let_waiters_retry()
         return match
+
+    def _on_stand_on(self, message: m.StandOn) -> None:
+        self._check_ours(message.lease)
+        if message.lease.generation == self.tree.generation:
+            self.tree.stand_on(message.lease)
+
+    def _on_close_session(self, message: m.CloseSession) -> bool:
+        return self.tree.close_session(message.name)
+
+    def _on_use_policy(self, message: m.UsePolicy) -> None:
+        self.tree.use_policy(message.policy)
+
+    def _on_dump(self, message: m.Dump) -> Dump:
+        return dump_tree(self.tree, message.limit)
 
     def _on_fork(self, message: m.Fork) -> Lease:
         self._check_ours(message.lease)

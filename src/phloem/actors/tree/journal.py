@@ -7,14 +7,14 @@ whose events nobody wants is a plain `Tree` and pays nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cached_property
 from typing import Literal
 
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
 from phloem.actors.tree.node import NO_SLOT, Node
-from phloem.actors.tree.placement import Placement
-from phloem.actors.tree.policies import Policy, Score
+from phloem.actors.tree.policies import Score
 from phloem.actors.tree.radix import Radix, RootName
 from phloem.actors.tree.tree import Actions, Tree
 from phloem.events import (
@@ -148,25 +148,10 @@ class _JournaledRadix(Radix):
 class JournaledTree(Tree):
     """A `Tree` with a `journal`."""
 
-    def __init__(
-        self,
-        *,
-        page_size: int = 16,
-        state_chunk: int = 1,
-        components: Sequence[str] = ("kv", "state"),
-        policy: str | Policy = "lru",
-        placement: Placement | None = None,
-        enabled: bool = True,
-    ) -> None:
-        self.journal = Journal()
-        super().__init__(
-            page_size=page_size,
-            state_chunk=state_chunk,
-            components=components,
-            policy=policy,
-            placement=placement,
-            enabled=enabled,
-        )
+    @cached_property
+    def journal(self) -> Journal:
+        """What changed since it was last read; made before the first change."""
+        return Journal()
 
     def new_radix(self, page_size: int) -> Radix:
         """See `Tree.new_radix`."""

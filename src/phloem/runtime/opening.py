@@ -1,0 +1,85 @@
+"""How a request is opened: its options, checked and put into one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+from phloem.actors import messages as m
+from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
+from phloem.errors import InvalidRequest
+from phloem.runtime.checks import integer
+from phloem.runtime.nowait import lease_and_match, limit_of
+
+if TYPE_CHECKING:
+    from phloem.runtime.core import Core
+
+__all__ = ["RequestOptions", "open_message", "undo_lease"]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said about a request when it is opened; nothing is required.
+
+    `id` names it in logs and errors; no two that run may have the same. `namespace` and `marks`
+    belong to its key. `breakpoints` are positions after which other continuations are expected.
+    `whole` matches all tokens; otherwise the last one is left to be computed for its logits.
+
+    Preferences, for the policies that know them: `session` ties requests together, and the latest
+    boundary of a session is kept longer, for `session_ttl` seconds (None: until it is closed);
+    `priority` (0 to 100) is for what the request uses and publishes, for `keep_for` seconds (None:
+    as long as it is cached).
+    """
+
+    id: str | None
+    namespace: Namespace | None
+    marks: Sequence[ContentMark]
+    breakpoints: Sequence[int]
+    whole: bool
+    session: str | None
+    session_ttl: float | None
+    priority: int
+    keep_for: float | None
+
+
+def open_message(core: Core, tokens: Tokens, options: RequestOptions) -> m.Open:
+    """The message that opens a request. Raises `InvalidRequest` for anything that is wrong."""
+    unknown = options.keys() - RequestOptions.__annotations__.keys()
+    if unknown:
+        raise InvalidRequest(f"a request has no option {min(unknown)!r}")
+    key = TokenKey.of(tokens, options.get("namespace"), options.get("marks", ()))
+    if not key.length:
+        raise InvalidRequest("a request needs at least one token")
+    breakpoints = options.get("breakpoints", ())
+    for position in breakpoints:
+        if not 0 <= integer("breakpoint", position) <= key.length:
+            raise InvalidRequest(f"breakpoint {position} of a prompt of {key.length} tokens")
+    return m.Open(
+        key,
+        limit_of(key, options.get("whole", False)),
+        options.get("id") or core.next_id(),
+        tuple(breakpoints),
+        options.get("session"),
+        _ends(core, "session_ttl", options.get("session_ttl")),
+        integer("priority", options.get("priority", 0)),
+        _ends(core, "keep_for", options.get("keep_for")),
+    )
+
+
+def _ends(core: Core, what: str, seconds: float | None) -> int:
+    """The time, in milliseconds, at which something ends that lasts so long; 0: never."""
+    if seconds is None:
+        return 0
+    if not seconds > 0:
+        raise InvalidRequest(f"{what} is {seconds} seconds; it is above 0, or None")
+    return core.clock() + max(1, round(seconds * 1000))
+
+
+def undo_lease(core: Core) -> Callable[[object], None]:
+    """What to do with a lease that nobody is left to hear of."""
+
+    def undo(answer: object) -> None:
+        lease, _ = lease_and_match(answer)
+        if not core.stopped:
+            core.domain.send(core.tree_actor, m.Release(lease))
+
+    return undo
