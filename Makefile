@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: venv demo test check bench bench-peers fuzz sim mutants clean
+.PHONY: venv demo test check bench bench-peers fuzz sim mutants gpu-check clean
 
 venv: $(READY)
 
@@ -53,6 +53,12 @@ sim: venv
 # Small bugs put into copies of the package: how many seeds it takes to find each.
 mutants: venv
 	$(BIN)/python tests/sim/mutants.py
+
+# On a machine with an NVIDIA GPU, at most 5 minutes. $(PYTHON) needs torch with CUDA, and phloem's other dependencies
+# for the step that runs the whole of it. Figures go to build/gpu_check.json; GPU_ARGS="--only order" runs less.
+GPU_ARGS ?=
+gpu-check:
+	$(PYTHON) tools/gpu_check.py $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -74,16 +74,18 @@ class Bench:
     engines: list[Dispatcher]
     hazards: HazardChecker
     driver: FakeDriver = field(default_factory=FakeDriver)
+    cuda: CudaDriver | None = None
 
     @classmethod
     def make(cls, kind: str, *, pages: int = 24, states: int = 12, page_size: int = 2) -> Bench:
         place = "cuda:0" if kind == "cuda" else "cpu"
-        memory = CudaDriver(place).pinned_memory() if kind == "cuda" else ordinary_memory
+        cuda = CudaDriver(place) if kind == "cuda" else None
+        memory = ordinary_memory if cuda is None else cuda.pinned_memory()
         device = DevicePools.allocate(
             LAYOUT, pages=pages, states=states, page_size=page_size, device=place
         )
         host = HostPools.allocate(device, pages=pages, states=states, memory=memory)
-        bench = cls(kind, device, host, [], HazardChecker())
+        bench = cls(kind, device, host, [], HazardChecker(), cuda=cuda)
         for seed, pool in enumerate(bench.pools):
             fill(pool, seed)
         return bench
@@ -114,8 +116,8 @@ class Bench:
         loop = asyncio.get_running_loop()
         if self.kind == "threads":
             engine: Dispatcher = ThreadEngine(LoopPoster(loop), fault=fault, mover=mover)
-        elif self.kind == "cuda":
-            engine = DeviceEngine(LoopPoster(loop), CudaDriver("cuda:0"), fault=fault)
+        elif self.cuda is not None:
+            engine = DeviceEngine(LoopPoster(loop), self.cuda, fault=fault)
         elif self.kind.startswith("device"):
             self.driver = FakeDriver(batched=self.kind == "device, batched")
             stage_bytes = 3 * self.device.page_bytes

@@ -99,6 +99,16 @@ def test_pinned_exactly_in_pieces_of_whole_rows_and_pages() -> None:
     assert not registry.pieces
 
 
+def test_what_was_given_out_lives_until_it_is_unpinned() -> None:
+    registry = Registry()
+    memory = PinnedMemory(registry.register, registry.unregister)
+    for _ in range(20):
+        memory(2, 4096)  # dropped at once: its address must not be given out again
+    assert len(registry.pieces) == 20
+    memory.close()
+    assert not registry.pieces
+
+
 def test_a_refused_piece_undoes_the_others() -> None:
     registry = Registry(limit=2)
     memory = PinnedMemory(registry.register, registry.unregister, piece_bytes=4096)

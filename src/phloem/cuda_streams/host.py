@@ -83,7 +83,8 @@ class PinnedMemory:
 
     Taken with `mmap`, touched by several threads (the slow part of pinning), then registered piece
     by piece: one huge registration would hold the driver's lock for seconds. `close` undoes it.
-    `enter_thread` is called first by each thread that touches: it decides where the memory is.
+    `enter_thread` is called first by each thread that touches: it decides where the memory is. What
+    was given out stays alive until `close`, so that no address is registered twice.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class PinnedMemory:
         self._available = available
         self._enter_thread = enter_thread
         self._registered: list[int] = []
+        self._held: list[Tensor] = []
 
     def __call__(self, count: int, row_bytes: int) -> HostMemory:
         """Raises HostMemoryShort, with nothing taken, when there is too little or none to pin."""
@@ -129,9 +131,11 @@ class PinnedMemory:
                 self._unregister(address)
             raise HostMemoryShort(nbytes, self._available(), f"pinning failed: {error}") from error
         self._registered += done
+        self._held.append(flat)
         return HostMemory(flat.view(count, row_bytes), piece_rows)
 
     def close(self) -> None:
         """Unregister everything. Only when no copy touches it any more, and the device answers."""
         while self._registered:
             self._unregister(self._registered.pop())
+        self._held.clear()

@@ -1,0 +1,234 @@
+"""Random programs of steps, backups, loads, copies on write, clears, cancels and faults.
+
+Each row knows who reads and who wrote it last, and every use waits for them, as the runtime does.
+At the end the bytes must be those of a plain replay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from phloem.cuda_streams.batches import Channel, Clear, Copy, CopyBatch, CopyItem
+from phloem.cuda_streams.clocks import VirtualClock
+from phloem.cuda_streams.device import DeviceEngine
+from phloem.cuda_streams.device_streams import DeviceStream
+from phloem.cuda_streams.dispatch import Dispatcher
+from phloem.cuda_streams.engine import Ticket, TicketState
+from phloem.cuda_streams.fences import Fence, LoopPoster, Stream
+from phloem.cuda_streams.pools import RowPool
+from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.virtual import VirtualEngine, VirtualStream
+from streams.bench import FAST, Bench, apply
+
+OPS = ("step", "backup", "load", "state down", "state up", "cow", "clear", "cancel", "pause")
+Op = tuple[str, int, int]
+
+
+@dataclass
+class Row:
+    """Who uses a row. `writer` is a ticket where its data may fail, else a fence."""
+
+    writer: Fence | Ticket = field(default_factory=Fence.settled)
+    readers: list[Fence | Ticket] = field(default_factory=list)
+
+
+@dataclass
+class Program:
+    bench: Bench
+    engine: Dispatcher
+    fenced: bool
+    write_on_stream: Callable[[list[Fence], Callable[[], None]], Fence]
+    rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+    log: list[tuple[Ticket | None, CopyItem, int]] = field(default_factory=list)
+
+    def row(self, pool: RowPool, number: int) -> Row:
+        return self.rows.setdefault((pool.name, number), Row())
+
+    def copy(self, channel: Channel, item: CopyItem, *, by_layer: bool) -> None:
+        target = self.row(item.target, item.target_ids[0])
+        after = [*target.readers, target.writer]
+        requires: list[Ticket] = []
+        if isinstance(item, Copy):
+            source = self.row(item.source, item.source_ids[0])
+            if isinstance(source.writer, Ticket):
+                requires.append(source.writer)
+            else:
+                after.append(source.writer)
+        if not self.fenced:
+            after, requires = [], []
+        label = f"{channel} {len(self.log)}"
+        batch = CopyBatch(
+            channel, (item,), tuple(after), tuple(requires), by_layer=by_layer, label=label
+        )
+        ticket = self.engine.submit(batch)
+        if isinstance(item, Copy):
+            self.row(item.source, item.source_ids[0]).readers.append(ticket)
+        self.rows[item.target.name, item.target_ids[0]] = Row(writer=ticket)
+        self.log.append((ticket, item, 0))
+
+    def step(self, number: int, seed: int) -> None:
+        """A forward pass writes a page; a step writes whatever became of the page before."""
+        pool = self.bench.device.kv_rows
+        row = self.row(pool, number)
+        uses = [*row.readers, row.writer] if self.fenced else []
+        fences = [use.quiesced if isinstance(use, Ticket) else use for use in uses]
+        ended = self.write_on_stream(fences, lambda: scribble(pool, number, seed))
+        self.rows[pool.name, number] = Row(writer=ended)
+        self.log.append((None, Clear(pool, [number]), seed))
+
+    def do(self, op: Op) -> None:
+        kind, a, b = op
+        device, host = self.bench.device, self.bench.host
+        page, other = 1 + a % (device.pages - 1), b % host.kv_rows.count
+        slot, slot2 = 1 + a % (device.slots - 1), b % host.state_rows.count
+        by_layer = (a + b) % 2 == 0
+        if kind == "step":
+            self.step(page, a * 1000 + b)
+        elif kind == "backup":
+            self.copy("d2h", Copy(device.kv_rows, host.kv_rows, [page], [other]), by_layer=by_layer)
+        elif kind == "load":
+            self.copy("h2d", Copy(host.kv_rows, device.kv_rows, [other], [page]), by_layer=by_layer)
+        elif kind == "state down":
+            item = Copy(device.state_rows, host.state_rows, [slot], [slot2])
+            self.copy("d2h", item, by_layer=by_layer)
+        elif kind == "state up":
+            item = Copy(host.state_rows, device.state_rows, [slot2], [slot])
+            self.copy("h2d", item, by_layer=by_layer)
+        elif kind == "cow" and slot != 1 + b % (device.slots - 1):
+            target = 1 + b % (device.slots - 1)
+            item = Copy(device.state_rows, device.state_rows, [slot], [target])
+            self.copy("d2d", item, by_layer=by_layer)
+        elif kind == "clear":
+            self.copy("d2d", Clear(device.state_rows, [slot]), by_layer=by_layer)
+        elif kind == "cancel" and self.log:
+            ticket = self.log[a % len(self.log)][0]
+            if ticket is not None:
+                ticket.cancel()
+
+    def verdict(self, images: dict[str, list[torch.Tensor]]) -> str:
+        """What is wrong at the end, in words; empty if nothing is."""
+        unknown: set[tuple[str, int]] = set()
+        for ticket, item, seed in self.log:
+            target = (item.target.name, item.target_ids[0])
+            source = (item.source.name, item.source_ids[0]) if isinstance(item, Copy) else None
+            if ticket is None:
+                scribble_image(images[item.target.name], target[1], seed)
+                unknown.discard(target)
+                continue
+            if not ticket.done:
+                return f"{ticket} hangs"
+            if ticket.state is TicketState.DONE:
+                apply(item, images)
+            # A failed copy leaves its target undefined, and so does a copy of what is undefined.
+            lost = ticket.state is not TicketState.DONE or source in unknown
+            (unknown.add if lost else unknown.discard)(target)
+        for name, parts in self.bench.images().items():
+            for part, want in zip(parts, images[name], strict=True):
+                for row in range(len(part)):
+                    if (name, row) not in unknown and not torch.equal(part[row], want[row]):
+                        return f"row {row} of {name} has the wrong bytes"
+        left = self.engine.inflight_bytes()
+        return f"{left} bytes still in flight" if left else ""
+
+
+def new_bytes(size: int, seed: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), generator=rng, dtype=torch.uint8)
+
+
+def scribble(pool: RowPool, row: int, seed: int) -> None:
+    for layer in range(pool.layers):
+        for part in pool.parts(layer):
+            part[row] = new_bytes(part.shape[1], seed)
+
+
+def scribble_image(parts: list[torch.Tensor], row: int, seed: int) -> None:
+    for part in parts:
+        part[row] = new_bytes(part.shape[1], seed)
+
+
+def faults(seed: int) -> Callable[[Ticket, int], None]:
+    """Every tenth copy or so fails at some layer."""
+
+    def fault(ticket: Ticket, layer: int) -> None:
+        if random.Random(seed * 1_000_003 + ticket.seq * 101 + layer).random() < 0.03:
+            raise OSError(f"injected at layer {layer}")
+
+    return fault
+
+
+def run_virtual(ops: list[Op], seed: int, *, fenced: bool = True) -> tuple[str, int]:
+    """(verdict, hazards found)."""
+    bench, clock, rng = (
+        Bench.make("virtual", pages=6, states=5),
+        VirtualClock(),
+        random.Random(seed),
+    )
+    engine = VirtualEngine(
+        clock, links=FAST, hazards=bench.hazards, order_seed=seed, fault=faults(seed)
+    )
+    stream = VirtualStream("forward", clock)
+
+    def write(fences: list[Fence], fn: Callable[[], None]) -> Fence:
+        for fence in fences:
+            stream.wait(fence)
+        stream.run(rng.randrange(2000), fn)
+        return stream.record()
+
+    program, images = Program(bench, engine, fenced, write), bench.images()
+    for op in ops:
+        program.do(op)
+        if op[0] == "pause" or rng.random() < 0.3:
+            clock.run(until_ns=clock.now_ns() + rng.randrange(3000))
+    clock.run()
+    return program.verdict(images), len(bench.hazards.found)
+
+
+async def run_real(kind: str, ops: list[Op], seed: int) -> str:
+    """The verdict on an engine that moves bytes by threads."""
+    bench, rng = Bench.make(kind, pages=6, states=5), random.Random(seed)
+    post = LoopPoster(asyncio.get_running_loop())
+    engine = bench.engine(faults(seed))
+    on_device, driver = isinstance(engine, DeviceEngine), bench.cuda or bench.driver
+    forward = driver.new_stream("forward")
+    device_stream = DeviceStream("forward", forward, driver, post)
+    worker = WorkerStream("forward", post)
+    stream: Stream = device_stream if on_device else worker
+
+    def write(fences: list[Fence], fn: Callable[[], None]) -> Fence:
+        for fence in fences:
+            if on_device:  # a device waits for events only: see `Ticket.placed`
+                placed = threading.Event()
+                fence.add_recorded_hook(placed.set)
+                assert placed.wait(10)
+            stream.wait(fence)
+        if on_device:
+            driver.enqueue(forward, fn)
+        else:
+            worker.run(fn)
+        return stream.record()
+
+    program, images = Program(bench, engine, True, write), bench.images()
+    try:
+        for op in ops:
+            program.do(op)
+            if op[0] == "pause":
+                await asyncio.sleep(rng.random() * 0.002)
+        await engine.drain()
+        await stream.record().reached()
+        return program.verdict(images)
+    finally:
+        bench.close()
+        worker.close()
+        device_stream.close()
+
+
+def some_ops(seed: int, count: int = 60) -> list[Op]:
+    rng = random.Random(seed)
+    return [(rng.choice(OPS), rng.randrange(40), rng.randrange(40)) for _ in range(count)]
