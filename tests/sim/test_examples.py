@@ -28,7 +28,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_planted_race_is_found_and_the_printed_command_repeats_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert execute("planted_race.py") == 1
+    assert execute("planted_race.py") == 0
     report = capsys.readouterr().out
     assert report.startswith("Violation: ")
     (seed,) = re.findall(r"repeat it with: python examples/planted_race.py --seed (\d+)", report)
