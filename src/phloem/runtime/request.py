@@ -394,13 +394,14 @@ class Request:
         core = self._core
         if not core.has_states or state is False or self.state_slot is None:
             return 0
+        settled = position if self._state_at == position else 0
+        why = core.tree.why_not(self._lease, position, settled)
         if state is None and all(w.position != position for w in self._lease.wanted):
+            if why in ("budget", "low_benefit"):
+                self._refused(why)
             return 0
-        if position % core.grid or self._state_at != position or position <= 0:
-            self._refused("off_grid" if position % core.grid else "unsettled")
-            return 0
-        if position == self.boundary and core.tree.state_of(self._lease):
-            self._refused("exists")
+        if why in ("off_grid", "unsettled", "exists"):
+            self._refused(why)
             return 0
         try:
             slot = self._holding.take_slot(evict=True, owner=self.id)
@@ -502,14 +503,20 @@ class Request:
         if (
             self._holding.working is not None
             and self._state_at == position == self.computed
-            and position % self._core.grid == 0
-            and position > 0
+            and self._wants_state(position)
         ):
             state, self._holding.working = self._holding.working, None
         end = position if state else self._whole(position)
         if state or end > self.boundary:
             self._publish(end, state)
         return self.boundary
+
+    def _wants_state(self, position: int) -> bool:
+        """Whether the working state is worth keeping where the request ends."""
+        if position % self._core.grid or not position:
+            return False
+        at_end = self._core.tree.wanted_at_end(self._lease, position)
+        return at_end is not None or any(w.position == position for w in self._lease.wanted)
 
     def abort(self) -> None:
         """Give everything back, publish nothing more. Legal at any time; idempotent.

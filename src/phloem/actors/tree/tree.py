@@ -147,10 +147,11 @@ class Tree(SheddingTree):
     def wanted_at_end(self, lease: Lease, reached: int) -> Wanted | None:
         """Where to keep a state when the lease's request finishes, its state being at `reached`.
 
-        None when the placement does not want it or the boundary is as deep already.
+        None when the placement does not want it or the boundary has one as deep already.
         """
         position = end_of_response(reached, self.grid)
-        if not self.placement.end_of_response or position <= lease.boundary:
+        exists = position == lease.boundary and lease.anchor.state != NO_SLOT
+        if not self.placement.end_of_response or position < lease.boundary or exists:
             return None
         return Wanted(position, "end_of_response")
 
