@@ -96,7 +96,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--budget", type=float, default=280, metavar="SECONDS")
     parser.add_argument("--only", action="append", choices=[step.name for step in steps])
-    parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu_check.json", metavar="FILE")
+    figures = ROOT / "build" / "gpu_check.json"
+    parser.add_argument("--json", type=Path, default=figures, metavar="FILE")
     parser.add_argument("--lose", action="store_true", help="lose the device; for the step `lost`")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(arguments.budget + 20, exit=True)  # whatever may hang

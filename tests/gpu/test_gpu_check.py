@@ -154,6 +154,32 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "x.json").exists()
 
 
+def test_with_torch_alone_all_but_the_whole_runtime_can_run() -> None:
+    code = f"""
+import importlib.util, runpy, sys
+hidden = {{"anyio", "msgspec", "structlog", "transformers", "safetensors", "uvloop", "rich"}}
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in hidden:
+            raise ModuleNotFoundError(name)
+inner = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *_: None if name in hidden else inner(name)
+sys.meta_path.insert(0, Hide())
+script = runpy.run_path({str(SCRIPT)!r})
+script["reach"]()
+from gpu_checks import failures, order, overlap, rates, whole
+import asyncio
+try:
+    asyncio.run(whole.whole(None))
+except Exception as why:
+    print(why)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout == "needs anyio, msgspec, structlog, transformers, safetensors\n"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.timeout(330)

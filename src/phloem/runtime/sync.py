@@ -24,6 +24,7 @@ from phloem.actors.tree.dump import Dump
 from phloem.actors.tree.keys import Namespace, Tokens
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
+from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import Stream
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
@@ -287,8 +288,11 @@ class SyncCacheRuntime(_Facade):
         pools: DevicePools | None = None,
         events: Sink | None = None,
         engine: EngineFactory | None = None,
+        driver: Driver | None = None,
     ) -> None:
-        inner = CacheRuntime(config, device=device, pools=pools, events=events, engine=engine)
+        inner = CacheRuntime(
+            config, device=device, pools=pools, events=events, engine=engine, driver=driver
+        )
         super().__init__(inner, self._run_to_end, _call)
         self._poster = QueuePoster()
         self._thread = 0
