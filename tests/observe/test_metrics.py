@@ -27,7 +27,9 @@ async def scrape(server: MetricsServer) -> Series:
     """Every sample by name and label values, as Prometheus would have it."""
 
     def fetch() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(
+            f"http://{server.host}:{server.port}/metrics", timeout=10
+        ) as page:
             assert page.status == 200
             text: str = page.read().decode()
             return text

@@ -459,7 +459,7 @@ class CacheRuntime:
             near="" if self._driver is None else self._driver.near.why,
         )
 
-    def serve_metrics(self, *, port: int = 9464, host: str = "127.0.0.1") -> MetricsServer:
+    def serve_metrics(self, *, port: int = 9464, host: str = "localhost") -> MetricsServer:
         """Serve metrics to Prometheus from a thread, until the server returned is closed.
 
         Needs `metrics=True` at the making of the runtime and the extra `metrics`; raises

@@ -79,8 +79,9 @@ def report(arguments: Sequence[str]) -> int:
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
         help="default: %(default)s",
     )  # fmt: skip
+    parser.add_argument("--run", type=int, metavar="N", help="of several in the log; default: all")
     options = parser.parse_args(arguments)
-    _write(options.output, report_page(options.log).encode())
+    _write(options.output, report_page(options.log, options.run).encode())
     return _OK
 
 

@@ -180,7 +180,7 @@ class MetricsServer:
     """Serves the metrics of one runtime over HTTP, from a thread of its own; `port` 0: any."""
 
     def __init__(
-        self, counts: Counts, stats: Callable[[], Stats], *, port: int, host: str = "127.0.0.1"
+        self, counts: Counts, stats: Callable[[], Stats], *, port: int, host: str = "localhost"
     ) -> None:
         if not 0 <= port < 65536:
             raise InvalidRequest(f"port {port}; ports go from 0, any that is free, to 65535")

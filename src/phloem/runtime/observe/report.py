@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from phloem.errors import InvalidRequest
+from phloem.events import RuntimeStarted
 from phloem.runtime.observe.charts import (
     Band,
     Bar,
@@ -45,14 +46,20 @@ _WHY_CSS = {"room": "b", "asked": "f", "path_cap": "c"}
 _COPY_CSS = {"copy_state": "a", "copy_pages": "f", "clear_state": "g"}
 
 
-def report(path: str | Path) -> str:
-    """The page for a log. Raises `InvalidRequest` for a log without a runtime's start."""
+def report(path: str | Path, run: int | None = None) -> str:
+    """The page for a log, or for one of its runs (from 1 on).
+
+    Raises `InvalidRequest` when there is no such run.
+    """
     figures, history = Figures(), History()
     for entry in read_log(path):
-        figures.add(entry.time, entry.event)
+        if isinstance(entry.event, RuntimeStarted) and history.run == run:
+            break
         history.add(entry.time, entry.event)
+        if run is None or history.run == run:
+            figures.add(entry.time, entry.event)
     if figures.started is None:
-        raise InvalidRequest(f"{path} has no RuntimeStarted: nothing to report on")
+        raise InvalidRequest(f"{path} has no RuntimeStarted of run {run or 1}: nothing to report")
     return _Report(Path(path).name, figures, history).page()
 
 
