@@ -98,7 +98,8 @@ def test_logfmt_lines_are_pairs() -> None:
         log(FREED)
     line = out.getvalue().decode().splitlines()[1]
     assert line == (
-        "event=Freed time=0.25 level=debug turn=4 cause=3 component=kv ids=[7,8] owner=-1"
+        "event=Freed time=0.25 level=debug turn=4 cause=3 component=kv ids=[7,8] owner=-1 "
+        "tier=device"
     )
 
 

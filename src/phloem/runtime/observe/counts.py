@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from phloem.actors.tree.placement import Refusal
 from phloem.actors.tree.results import Lost
 from phloem.events import (
     Acquired,
@@ -31,10 +32,7 @@ LOST: tuple[str, ...] = get_args(Lost)
 EVICTED: tuple[str, ...] = ("room", "asked", "path_cap")
 REFUSED: tuple[tuple[str, str], ...] = (
     *(("room", why) for why in ("no_room", "deadlock", "left", "ended")),
-    *(
-        ("checkpoint", why)
-        for why in ("off_grid", "exists", "budget", "no_slot", "low_benefit", "unsettled", "reset")
-    ),
+    *(("checkpoint", why) for why in (*get_args(Refusal), "reset")),
 )
 ENDED: tuple[str, ...] = ("finished", "aborted")
 COPIES: tuple[str, ...] = ("copy_state", "copy_pages", "clear_state")
