@@ -2,8 +2,8 @@
 
 A cell holds `FREE`, `PARKED`, `TREE` or the number of an account. Every change names the owner it
 takes from; a mismatch is an `OwnershipError` with nothing changed. Free lists are stacks of
-integers. Runs longer than a dozen ids are checked and written by numpy in one go, always through
-`take` and `put`, which cost a third of an indexing expression.
+integers. Runs longer than a dozen ids are checked and written by numpy in one go; they are turned
+into indices of numpy's own type once, since any other makes each use of them several times dearer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from struct import Struct
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from phloem.actors.actions import TREE, Component, Ids
 from phloem.cuda_streams.fences import Fence
@@ -26,8 +28,10 @@ FREE = 0
 PARKED = -2
 _RESERVED = -3  # cell 0: owned by nobody who could ever be named
 _BULK = 16  # from so many ids on numpy is faster than a loop
-_BULK_UNIQUE = 128  # and from so many on it also finds repetitions faster than a set
+_BULK_UNIQUE = 64  # and from so many on it also finds repetitions faster than a set
 _CELL = Struct("i")
+
+Indices: TypeAlias = "npt.NDArray[np.intp]"
 
 
 class Pool:
@@ -78,8 +82,7 @@ class Pool:
 
     def give(self, ids: Ids, owner: int) -> None:
         """Free `ids`, which must be `owner`'s. Raises `OwnershipError` with nothing changed."""
-        self.check(ids, owner)
-        self._write(ids, FREE)
+        self._write(ids, FREE, self.check(ids, owner))
         count, top = len(ids), self.free
         if count == 1:
             self._stack[top] = ids[0]
@@ -92,8 +95,7 @@ class Pool:
 
     def park(self, ids: Ids, owner: int) -> None:
         """Take `ids` from `owner` without freeing them yet."""
-        self.check(ids, owner)
-        self._write(ids, PARKED)
+        self._write(ids, PARKED, self.check(ids, owner))
         self._leave(owner, len(ids))
         self.parked += len(ids)
 
@@ -129,43 +131,44 @@ class Pool:
         """The owner of each of `ids`; raises `OwnershipError` like `owner_of`."""
         return array("i", [self.owner_of(place) for place in ids])
 
-    def check(self, ids: Ids, owner: int) -> None:
-        """Raise `OwnershipError` unless all `ids` are different and `owner`'s."""
+    def check(self, ids: Ids, owner: int) -> Indices | None:
+        """Raise `OwnershipError` unless all `ids` are different and `owner`'s; many as indices."""
         count = len(ids)
+        places: Indices | None = None
         if count < _BULK:
             cells, size = self._cells, self.size
             for place in ids:
                 if not 0 < place <= size or cells[place] != owner:
                     raise self._foreign(place, owner)
         else:
-            # As unsigned, a negative place is out of range like any other that is too large.
-            places = np.frombuffer(ids, np.uint32)
+            places = _indices(ids)
             try:
-                owners = self._cells_np.take(places)
+                owners = self._cells_np[places]
             except IndexError:
                 raise self._first_foreign(ids, owner) from None
             if owners.tobytes() != _CELL.pack(owner) * count:
                 raise self._first_foreign(ids, owner)
-        if count > 1 and not self._all_different(ids):
+        if count > 1 and not self._all_different(ids, places):
             raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
+        return places
 
-    def _all_different(self, ids: Ids) -> bool:
+    def _all_different(self, ids: Ids, places: Indices | None) -> bool:
         """Whether places of this pool are named once each."""
         count = len(ids)
-        if count < _BULK_UNIQUE:
+        if places is None or count < _BULK_UNIQUE:
             return len(set(ids)) == count
-        places, order = np.frombuffer(ids, np.uint32), np.arange(count, dtype=np.int32)
-        self._marks.put(places, order)
-        return self._marks.take(places).tobytes() == order.tobytes()
+        order = np.arange(count, dtype=np.int32)
+        self._marks[places] = order
+        return self._marks[places].tobytes() == order.tobytes()
 
     def among(self, ids: Ids, owner: int) -> Ids:
         """Those of `ids`, places of this pool, that are `owner`'s."""
         if len(ids) < _BULK:
             cells = self._cells
             return array("i", [place for place in ids if cells[place] == owner])
-        places = np.frombuffer(ids, np.int32)
         mine = array("i")
-        mine.frombytes(places[self._cells_np.take(places) == owner].tobytes())
+        of_owner = self._cells_np[_indices(ids)] == owner
+        mine.frombytes(np.frombuffer(ids, np.int32)[of_owner].tobytes())
         return mine
 
     def owned_by(self, owner: int) -> Ids:
@@ -188,13 +191,13 @@ class Pool:
         assert len(np.unique(free)) == self.free, f"{self.component}: a place is free twice"
         assert (self._cells_np[free] == FREE).all(), f"{self.component}: a free place is owned"
 
-    def _write(self, ids: Ids, owner: int) -> None:
+    def _write(self, ids: Ids, owner: int, places: Indices | None = None) -> None:
         if len(ids) < _BULK:
             cells = self._cells
             for place in ids:
                 cells[place] = owner
         else:
-            self._cells_np.put(np.frombuffer(ids, np.uint32), owner)
+            self._cells_np[_indices(ids) if places is None else places] = owner
 
     def _leave(self, owner: int, count: int) -> None:
         if owner == TREE:
@@ -378,6 +381,11 @@ class Ledger:
             assert len(self.state.owned_by(number)) == account.states, f"states of {number}"
             if account.whole is not None:
                 assert sorted(account.whole) == self.kv.owned_by(number).tolist()
+
+
+def _indices(ids: Ids) -> Indices:
+    """As unsigned, a negative place is out of range like any other that is too large."""
+    return np.frombuffer(ids, np.uint32).astype(np.intp)
 
 
 def owner_name(owner: int) -> str:
