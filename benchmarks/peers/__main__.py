@@ -91,7 +91,7 @@ def _median(group: list[Any]) -> Any:
     if isinstance(first, dict):
         shared = [name for name in first if all(name in row for row in group)]
         return {name: _median([row[name] for row in group]) for name in shared}
-    if isinstance(first, (int, float)) and not isinstance(first, bool):
+    if isinstance(first, float):
         return statistics.median(group)
     return first
 
