@@ -53,12 +53,12 @@ def test_ids_of_any_integer_sequence_are_copied(ids: list[int]) -> None:
         ([[1]], [2], "flat"),
     ],
 )
-def test_bad_ids(source: list[int], target: list[int], message: str) -> None:
+def test_f057_bad_ids(source: list[int], target: list[int], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         Copy(KV, HOST_KV, source, target)
 
 
-def test_bad_pools() -> None:
+def test_f057_bad_pools() -> None:
     with pytest.raises(InvalidRequest, match="differ in layout"):
         Copy(KV, STATES, [1], [1])
     other = DevicePools.allocate(

@@ -85,7 +85,7 @@ async def test_a_fence_that_is_not_recorded_is_refused(bench: Bench) -> None:
     stream.close()
 
 
-async def test_bulk_goes_through_a_window_and_urgent_past_it(bench: Bench) -> None:
+async def test_f103_bulk_goes_through_a_window_and_urgent_past_it(bench: Bench) -> None:
     gate, order = threading.Event(), list[int]()
 
     def note(ticket: Ticket, layer: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -160,7 +161,7 @@ async def test_a_lost_device_passes_every_fence() -> None:
 async def test_what_was_on_the_device_before_has_ended() -> None:
     driver, done = FakeDriver(), list[int]()
     loading = driver.new_stream("weights")
-    loading.put(lambda: done.append(1))
+    loading.put(lambda: (time.sleep(0.05), done.append(1))[1])
     with worker(driver) as (model, _):
         assert await model.call(lambda: list(done)) == [1]
 

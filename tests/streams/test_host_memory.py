@@ -109,12 +109,17 @@ def test_what_was_given_out_lives_until_it_is_unpinned() -> None:
     assert not registry.pieces
 
 
-def test_a_refused_piece_undoes_the_others() -> None:
-    registry = Registry(limit=2)
-    memory = PinnedMemory(registry.register, registry.unregister, piece_bytes=4096)
+def test_f089_pieces_below_the_limit_of_a_call_and_a_refused_one_undoes_the_others() -> None:
+    registry, undone = Registry(limit=2), list[int]()
+
+    def unregister(address: int) -> None:
+        undone.append(address)
+        registry.unregister(address)
+
+    memory = PinnedMemory(registry.register, unregister, piece_bytes=4096)
     with pytest.raises(HostMemoryShort, match="pinning failed: no more"):
         memory(100, 4096)
-    assert not registry.pieces
+    assert not registry.pieces and undone == sorted(undone, reverse=True) and len(undone) == 2
     short = PinnedMemory(registry.register, registry.unregister, available=lambda: 10)
     with pytest.raises(HostMemoryShort, match="10 available"):
         short(100, 4096)

@@ -112,7 +112,33 @@ MUTANTS = [
     Mutant(
         "bulk has no window", "device.py",
         "if priority > 0 and not ending", "if priority > 9 and not ending",
-        "test_device.py::test_bulk_goes_through_a_window_and_urgent_past_it",
+        "test_device.py::test_f103_bulk_goes_through_a_window_and_urgent_past_it",
+    ),
+    Mutant(
+        "a worker's event is recorded before its launches", "device_streams.py",
+        "self._enqueue(lambda: self._mark(fence), lambda: self._mark(fence))", "self._mark(fence)",
+        "test_device_streams.py::test_f074_a_step_is_over_after_launches_that_are_still_to_come",
+    ),
+    Mutant(
+        "a step of a worker is never recorded", "fences.py",
+        "recorded.add_recorded_hook(lambda: self._same_event(recorded))", "pass",
+        "test_device_streams.py::test_f074_a_step_is_over_after_launches_that_are_still_to_come",
+    ),
+    Mutant(
+        "a worker may begin before what was on the device", "device_streams.py",
+        "driver.check_stream(stream)\n        driver.settle()", "driver.check_stream(stream)",
+        "test_device_streams.py::test_what_was_on_the_device_before_has_ended",
+    ),
+    Mutant(
+        "a worker of the CPU is taken for a device's", "device_streams.py",
+        "if isinstance(stream, WorkerStream):", "if stream is self:",
+        "test_device_streams.py::"
+        "TestNamedStreams::test_f075_on_a_device_a_stream_of_it_must_be_named",
+    ),
+    Mutant(
+        "pinned memory is given back while it is pinned", "host.py",
+        "self._held.append(flat)", "pass",
+        "test_host_memory.py::test_what_was_given_out_lives_until_it_is_unpinned",
     ),
     Mutant(
         "copies cross registered pieces", "device_mover.py",
