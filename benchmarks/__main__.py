@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import events, operations, scale, serving
+from benchmarks import copies, events, operations, scale, serving
 
-SECTIONS = ("nodes", "tokens", "hops", "leaves", "events", "serving")
+SECTIONS = ("nodes", "tokens", "hops", "leaves", "events", "copies", "serving")
 _OPERATIONS = ("match", "lease", "insert", "evict")
 
 
@@ -79,6 +79,19 @@ def _by_events(results: dict[str, Any]) -> None:
     print(f"  counted for metrics {written['counted']:.1f}")
 
 
+def _by_copies(results: dict[str, Any]) -> None:
+    _tell("copies by worker threads")
+    together, late = copies.overlap(), copies.lag()
+    results["copies"] = {"overlap": together, "lag": late}
+    spread = f"{together['by_round_p10']:.2f} to {together['by_round_p90']:.2f} by round"
+    print("\na load of 32 layers under a forward pass that takes as long")
+    print(f"  both to the larger alone             {together['to_larger']:8.2f}  ({spread})")
+    print(f"  load alone, GB/s                     {together['load_gb_s']:8.2f}")
+    print("the loop while 1 GiB moves, and between such times")
+    print(f"  lag p99, ms                          {late['p99_ms']:8.2f}")
+    print(f"  the same, quiet                      {late['quiet_p99_ms']:8.2f}")
+
+
 def _by_serving(results: dict[str, Any]) -> None:
     _tell("16 requests at once through a hybrid model, with the cache and without")
     figures = results["serving"] = serving.serving()
@@ -114,6 +127,7 @@ def main() -> None:
         "hops": _by_hop,
         "leaves": _by_leaves,
         "events": _by_events,
+        "copies": _by_copies,
         "serving": _by_serving,
     }
     for section in arguments.only or ([] if arguments.scale else SECTIONS):
