@@ -17,7 +17,8 @@ __all__ = ["serving"]
 
 def serving(model_name: str = "qwen3-next") -> dict[str, float]:
     """16 requests of 1,024 shared, 128 own and 16 new tokens each."""
-    transformers.logging.set_verbosity_error()  # it tells of kernels that no CPU has
+    # It tells of kernels that no CPU has; the library is untyped here.
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # the model is small: more threads only take the loop's core
     model = TransformersModel(build_model(model_name))
     asyncio.run(compare(model, simultaneous(requests=2, shared=128, own=64, max_new=4)))  # warm up
