@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from phloem import CacheConfig, CacheRuntime, Request
+from phloem import CacheConfig, CacheRuntime, NoRoom, Request
 from phloem.actors.domain import Domain
 from phloem.actors.messages import GiveBack
 from phloem.runtime.simulation.model import sim_layout
@@ -106,4 +106,19 @@ async def test_room_that_comes_while_the_tree_is_asked_counts() -> None:
         assert len(grant.pages) == 5
         cache.release(grant)
         cache.release(kept)
+        await cache.audit()
+
+
+async def test_two_forks_that_find_no_room_do_not_wait_for_each_other() -> None:
+    """Each waited in the name of its twin, and so its own places seemed to be in use."""
+    config = _config(device_states=2)
+    async with CacheRuntime(config) as cache:
+        requests = [await cache.open_request([n] * 6, id=f"r{n}") for n in (1, 2)]
+        for request in requests:
+            await _computed(cache, request, 6)
+        forks = asyncio.gather(*(r.fork() for r in requests), return_exceptions=True)
+        refused = await asyncio.wait_for(forks, 5)
+        assert [type(error) for error in refused] == [NoRoom, NoRoom]
+        for request in requests:
+            await request.finish()
         await cache.audit()

@@ -444,7 +444,9 @@ class Request:
         """A second request that continues from here with its own private state.
 
         Publishes what is settled first. The fork reads the same pages; the last partial page and
-        the working state are copied. A cancelled caller leaves nothing behind.
+        the working state are copied. Raises `NoRoom` rather than wait for room: who forks holds
+        what others wait for, and nobody could know that it waits. A cancelled caller leaves
+        nothing behind.
         """
         self._check_alive()
         self._check_launched("fork")
@@ -460,7 +462,7 @@ class Request:
         ready = False
         try:
             twin.computed = self.computed
-            await twin.allocate(0)
+            await twin.allocate(0, wait=False)
             await copy_private_data(core, self._holding, twin._holding, twin.id, self.fences())
             self._check_alive()
             core.opened(twin)
