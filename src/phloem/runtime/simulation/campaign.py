@@ -102,6 +102,9 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
         ahead=rng.choice((1, 1, 2, 3)),
         stride=rng.choice((1, 1, 4)),
         room_timeout_s=rng.choice((None, 0.05, 1.0)),
+        samples=rng.choice((1, 1, 1, 2)),
+        join_s=rng.choice((None, None, 0.02, 0.5)),
+        snapshots=rng.random() < 0.25,
     )
     geometry = _Geometry(rng)
     faults = swarm(rng)

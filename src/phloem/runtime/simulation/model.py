@@ -48,12 +48,16 @@ def sim_layout(*, layers: int = 1, states: bool = True) -> ModelLayout:
 
 
 class Chunk(NamedTuple):
-    """One request's part of a step: it computes `tokens[start:end]`."""
+    """One request's part of a step: it computes `tokens[start:end]`.
+
+    `snapshot`: a slot, and the position on the way whose state the kernel writes there as well.
+    """
 
     request: Request
     tokens: TaggedTokens
     start: int
     end: int
+    snapshot: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,9 @@ class SimModel:
         for _, table, _ in jobs:
             pages.extend(table)
         try:
-            ended = self._memory.step_begins(pages, [slot for _, _, slot in jobs if slot])
+            slots = [slot for _, _, slot in jobs if slot]
+            slots += [chunk.snapshot[0] for chunk in chunks if chunk.snapshot is not None]
+            ended = self._memory.step_begins(pages, slots)
         except Violation as error:
             self._fail(error)
             raise
@@ -234,9 +240,14 @@ class SimModel:
                 keys[page, inside] = chunk.tokens.kv(low, high) ^ _salt(layer)
                 self._values[layer][page, inside] = np.arange(low, high)
         if slot is not None:
-            self._memory.check_write("state", slot, owner)
-            for layer, states in enumerate(self._states):
-                states[slot] = chunk.tokens.state(end) ^ _salt(layer)
+            self._write_state(owner, slot, chunk.tokens.state(end))
+        if chunk.snapshot is not None:
+            self._write_state(owner, chunk.snapshot[0], chunk.tokens.state(chunk.snapshot[1]))
+
+    def _write_state(self, owner: str, slot: int, words: Words) -> None:
+        self._memory.check_write("state", slot, owner)
+        for layer, states in enumerate(self._states):
+            states[slot] = words ^ _salt(layer)
 
 
 def _salt(layer: int) -> np.int64:

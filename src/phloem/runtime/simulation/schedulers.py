@@ -45,7 +45,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     that are admitted. `reserve`: ask for room for the whole answer at once; otherwise page by page,
     which admits more and has to preempt. `ahead`: passes that may be launched and not over.
     `stride`: tokens that one pass adds to an answer. `tries`: a request that was preempted so often
-    is refused.
+    is refused. `samples`: answers to each prompt; all but one by forks. `join_s`: how long a
+    request waits for another one that computes what it needs. `snapshots`: chunks are not cut where
+    a state is wanted; the kernel writes it into a slot on the way.
     """
 
     chunk: int = 16
@@ -56,6 +58,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     stride: int = 1
     room_timeout_s: float | None = None
     tries: int = 20
+    samples: int = 1
+    join_s: float | None = None
+    snapshots: bool = False
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,8 +212,12 @@ class Server:
                 room = min(room, limits.chunk)
             await self._allocate(job, request, room)
             await request.ready()
+            if limits.join_s is not None:
+                await request.join(timeout=limits.join_s)
             await self._prefill(job, request, tokens)
             job.reused = request.match.usable
+            for number in range(1, limits.samples):
+                await self._decode_fork(job, request, tokens.copy(), number)
             await self._decode(job, request, tokens)
             await request.finish()
             return self._served(job, "finished", output=len(tokens) - len(prompt.tokens))
@@ -219,16 +228,42 @@ class Server:
             if not request.resources().get("steps"):
                 await request.advance()
             start, end = request.next_stop(self.limits.chunk)
+            snapshot: tuple[int, int] | None = None
+            if self.limits.snapshots:
+                end = min(start + self.limits.chunk, len(tokens))
+                snapshot = self._snapshot(request, end)
             await self._room_for(job, request, end)
-            await self._compute(Chunk(request, tokens, start, end), wait=end == len(tokens))
+            chunk = Chunk(request, tokens, start, end, snapshot)
+            await self._compute(chunk, wait=end == len(tokens))
             await request.checkpoint()
         job.first_token = job.first_token or self._now()
 
-    async def _decode(self, job: Job, request: Request, tokens: TaggedTokens) -> None:
+    def _snapshot(self, request: Request, end: int) -> tuple[int, int] | None:
+        """A slot for the first wanted state that the chunk passes, if there is one to be had."""
+        for wanted in request.wanted:
+            if wanted.position < end:
+                slot = request.try_snapshot_slot(wanted.position)
+                return None if slot is None else (slot, wanted.position)
+        return None
+
+    async def _decode_fork(
+        self, job: Job, request: Request, tokens: TaggedTokens, number: int
+    ) -> None:
+        """Another answer to the same prompt, by a request that shares its prefix."""
+        twin = await request.fork(f"{request.id}+{number}")
+        try:
+            await self._decode(job, twin, tokens, number)
+            await twin.finish()
+        finally:
+            twin.abort()
+
+    async def _decode(
+        self, job: Job, request: Request, tokens: TaggedTokens, number: int = 0
+    ) -> None:
         wanted = len(job.prompt.tokens) + job.prompt.output
         while len(tokens) < wanted:
             self._check_turn(job)
-            said = [self.model.sampled(tokens)]
+            said = [self.model.sampled(tokens) + number]
             said += [0] * min(self.limits.stride - 1, wanted - len(tokens) - 1)
             tokens.extend(said)
             request.extend(said)

@@ -39,6 +39,7 @@ class TaggedTokens:
 
     def __init__(self, tokens: TokenIds, namespace: Namespace, page_size: int) -> None:
         self._page_size = page_size
+        self._namespace = namespace
         self._name = _digest(0, repr(tuple(namespace)).encode())
         self._chain = [self._name]  # for each page: the digest of everything before it
         self._tokens = np.empty(0, np.int32)
@@ -53,6 +54,10 @@ class TaggedTokens:
     def tokens(self) -> npt.NDArray[np.int32]:
         """The tokens so far; a view."""
         return self._tokens[: self._length]
+
+    def copy(self) -> TaggedTokens:
+        """The same tokens, to go on with in another way."""
+        return TaggedTokens(self.tokens, self._namespace, self._page_size)
 
     def extend(self, tokens: TokenIds) -> None:
         """Append tokens."""
@@ -69,11 +74,6 @@ class TaggedTokens:
             data = self._tokens[page * size : (page + 1) * size].tobytes()
             self._chain.append(_digest(self._chain[-1], data))
         self._tags[start:end] = self._mix(start, end)
-
-    def cut(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
-        self._length = min(self._length, length)
-        del self._chain[self._length // self._page_size + 1 :]
 
     def kv(self, start: int, end: int) -> Tags:
         """The tags of the KV of tokens `start` to `end`; a view."""
