@@ -309,7 +309,7 @@ class CacheRuntime:
         if message.owner in core.requests:  # by somebody else while this call was queued
             core.release_lease(lease)
             raise InvalidRequest(f"request {message.owner!r} is running")
-        request = Request(core, message.owner, message.key, lease, match)
+        request = Request(core, message, lease, match)
         core.opened(request)
         return request
 

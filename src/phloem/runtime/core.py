@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -23,7 +24,10 @@ from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
 from phloem.events import Context, Sink
 from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
-from phloem.runtime.request import Request
+
+if TYPE_CHECKING:
+    from phloem.runtime.request import Request
+    from phloem.runtime.standing import Standing
 
 __all__ = ["Core"]
 
@@ -247,7 +251,7 @@ class Core:
             raise InvalidRequest(f"request {request.id!r} is running")
         self.requests[request.id] = request
 
-    def closed(self, request: Request) -> None:
+    def closed(self, request: Standing) -> None:
         """Note that a request is over: what it waits for is not wanted any more."""
         if self.requests.get(request.id) is request:
             del self.requests[request.id]

@@ -1,115 +1,38 @@
-"""A request through its life: open, ready, steps, checkpoints, finished or aborted.
-
-`tokens[:boundary]` is the tree's and under the request's lease; the pages from there on are the
-request's own. Nothing it gives up is used again before the steps and copies that may still touch
-it have ended.
-"""
+"""A request through its life: open, ready, steps, checkpoints, finished or aborted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from array import array
+from typing import TYPE_CHECKING
 
 import anyio
+from msgspec import structs
 
 from phloem.actors import messages as m
-from phloem.actors.actions import Ids
-from phloem.actors.tree.keys import TokenKey, Tokens
-from phloem.actors.tree.leases import Lease as TreeLease
-from phloem.actors.tree.placement import Wanted
-from phloem.actors.tree.tree import InsertResult, Match
-from phloem.cuda_streams.engine import Fence
-from phloem.errors import InvalidRequest, NoRoom, StaleHandle
-from phloem.events import Refused, RequestEnded
+from phloem.actors.tree.keys import Tokens
+from phloem.actors.tree.tree import Match
+from phloem.errors import InvalidRequest, StaleHandle
 from phloem.runtime.checks import integer
 from phloem.runtime.forking import copy_private_data, lease_twin, tell_forked
-from phloem.runtime.holding import Holding, Snapshot
+from phloem.runtime.holding import Holding
+from phloem.runtime.nowait import lease_and_match
+from phloem.runtime.opening import undo_lease
+from phloem.runtime.publishing import Publish, Publishing
+from phloem.runtime.standing import Resources
 
 if TYPE_CHECKING:
-    from phloem.runtime.core import Core
     from phloem.runtime.step import Step
 
 __all__ = ["Publish", "Request", "Resources"]
 
-Publish = Literal["all", "prompt", "none"]
-_PUBLISH: tuple[Publish, ...] = ("all", "prompt", "none")
-Resources = dict[str, int]
 
-
-class Request:
+class Request(Publishing):
     """One prompt being served. Made by `CacheRuntime.request`; belongs to one task at a time.
 
     `tokens[:computed]` has been computed or reused; `state_slot` is the request's own working
     state, None until it is allocated. `wanted` names positions at which a checkpoint is worth a
     state.
     """
-
-    def __init__(
-        self, core: Core, name: str, key: TokenKey, lease: TreeLease, match: Match
-    ) -> None:
-        self.id = name
-        self.match = match
-        self.prompt_tokens = key.length
-        self.usable = match.usable
-        self.computed = match.usable
-        self.status: Literal["open", "running", "finished", "aborted"] = "open"
-        self._core = core
-        self._key = key
-        self._lease = lease
-        self._holding = Holding(core, core.tree.pages_of(lease))
-        self._state_at: int | None = None  # the position at which the working state is true
-        self._tokens_computed = 0
-        self._tokens_reused = match.usable
-        self._steps: dict[int, Step] = {}  # opened and not over
-
-    # -- what it is ----------------------------------------------------------------------------
-
-    @property
-    def boundary(self) -> int:
-        """Tokens that are the tree's and protected by the request's lease."""
-        return self._lease.boundary
-
-    @property
-    def state_slot(self) -> int | None:
-        """The slot of the request's own working state, None until it is allocated."""
-        return self._holding.working
-
-    @property
-    def settled(self) -> int:
-        """Tokens that are accepted and written by launched steps: what can be published."""
-        return min(self.computed, self._key.length)
-
-    @property
-    def wanted(self) -> tuple[Wanted, ...]:
-        """Positions beyond what is computed at which a state is worth keeping, ascending."""
-        return tuple(wanted for wanted in self._lease.wanted if wanted.position > self.computed)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the request so far."""
-        return self._key.length
-
-    @property
-    def room(self) -> int:
-        """Tokens for which the request has pages."""
-        return self._holding.room
-
-    def page_table(self) -> Ids:
-        """The device page ids of all the request's tokens and room, in order; a copy."""
-        return self._holding.pages[:]
-
-    def resources(self) -> Resources:
-        """What the request owns outside the tree; empty after its end and the last fence."""
-        account = self._core.ledger.accounts.get(self._holding.account)
-        held = {
-            "pages": account.pages if account else 0,
-            "states": account.states if account else 0,
-            "leases": int(self._lease.live),
-            "steps": len(self.fences()),
-        }
-        return {name: count for name, count in held.items() if count}
-
-    def __repr__(self) -> str:
-        return f"Request({self.id!r}, {self.computed}/{self._key.length} tokens, {self.status})"
 
     # -- room and data -------------------------------------------------------------------------
 
@@ -308,137 +231,54 @@ class Request:
         if snapshot is not None and snapshot.position > self.computed:
             self._holding.drop_snapshot(self.fences())
 
-    # -- publishing ----------------------------------------------------------------------------
+    async def suspend(self, *, keep_lease: bool = False) -> None:
+        """Give back room and state, to go on later by `resume`; for preemption.
 
-    def try_snapshot_slot(self, position: int) -> int | None:
-        """A slot into which the model's kernel writes its state at `position`, or None.
-
-        Nothing is evicted for it. The next checkpoint or finish at or beyond `position` donates it.
+        What is settled is published first, and the working state handed over if it stands on the
+        grid: nothing is copied, and nothing is waited for.
+        `keep_lease` protects it until then; otherwise it is cache like any other and may go. Raises
+        `InvalidRequest` while a step of the request is opened and not launched.
         """
         self._check_alive()
-        position = integer("position", position)
-        core = self._core
-        if not core.has_states or position % core.grid or position <= self.computed:
-            self._refused("off_grid" if position % core.grid else "unsettled")
-            return None
-        kept = self._holding.snapshot
-        if kept is None:
-            try:
-                slot = self._holding.take_slot(evict=False, owner=self.id)
-            except NoRoom:
-                self._refused("no_slot")
-                return None
-        else:
-            slot = kept.slot
-        self._holding.snapshot = Snapshot(slot, position)
-        return slot
+        self._check_launched("suspend")
+        if self._publishes():
+            self._publish_last(self._publishable("all"), give_state=True)
+        pages, states = self._holding.own_pages, self._holding.own_states
+        fences = self.fences() + self._core.touching(states, pages)
+        self._holding.give_back(pages, states, fences)
+        self._holding = Holding(self._core, array("i"))
+        self._state_at = None
+        self.status = "suspended"
+        if not keep_lease:
+            self._lease_given_up = True
+            self._core.release_lease_after(self._lease, fences)
 
-    async def checkpoint(self, *, state: bool | None = None) -> InsertResult | None:
-        """Publish what is settled; donate a state when the position is wanted (or `state=True`).
+    async def resume(self) -> Match:
+        """Open a suspended request again on the deepest boundary of what it had.
 
-        The state is a copy, made after the steps that wrote it; when no slot can be had the KV is
-        published without. Returns None when there is nothing new to publish, when the cache was
-        reset since the request opened, or when it is off. Raises `InvalidRequest` while a step of
-        the request is opened and not launched.
+        It stands where it stood when it was opened: `allocate` and `ready` come next, and what is
+        not cached any more is computed again. A cancelled caller leaves it suspended.
         """
-        self._check_alive()
-        self._check_launched("checkpoint")
-        if not self._publishes():
-            return None
-        position = self._publishable("all")
-        offer = self._donatable_snapshot(position)
-        if offer is not None:
-            self._publish(offer.position, offer.slot)
-        slot = await self._copy_for(position, state)
-        if not self._publishes():  # reset while the copy was made
-            if slot:
-                self._holding.give_back_slot(slot, self.fences())
-            return None
-        end = position if slot else self._whole(position)
-        return self._publish(end, slot) if slot or end > self.boundary else None
-
-    def _publishes(self) -> bool:
-        """False when the tree takes nothing of this request: the cache is off, or was reset."""
-        if self._former_generation:
-            self._refused("reset")
-            return False
-        return self._core.config.enabled
-
-    def _publishable(self, publish: Publish) -> int:
-        limit = self.settled
-        if publish == "none":
-            return self.boundary
-        if publish == "prompt" or not self._core.config.reuse_decoded:
-            limit = min(limit, self.prompt_tokens)
-        return max(limit, self.boundary)
-
-    def _whole(self, position: int) -> int:
-        """How far KV is worth publishing when no state goes with it.
-
-        With recurrent layers, KV beyond the last grid position is of no use before a state is made
-        deeper, and by then it would stand for data that was computed in other chunks.
-        """
-        grid = self._core.grid  # without recurrent layers, a page
-        return position // grid * grid
-
-    def _donatable_snapshot(self, position: int) -> Snapshot | None:
-        """The snapshot, taken out, if its position is settled; it is spent by an insert."""
-        snapshot = self._holding.snapshot
-        if snapshot is None or not self.boundary < snapshot.position <= position:
-            return None
-        self._holding.snapshot = None
-        return snapshot
-
-    async def _copy_for(self, position: int, state: bool | None) -> int:
-        """A copy of the working state in a slot of its own, if one is worth it; else 0."""
+        self._core.check_open()
+        if self._over:
+            raise StaleHandle(f"{self} is over")
+        if not self._is_suspended():
+            raise InvalidRequest(f"{self} is not suspended")
         core = self._core
-        if not core.has_states or state is False or self.state_slot is None:
-            return 0
-        settled = position if self._state_at == position else 0
-        why = core.tree.why_not(self._lease, position, settled)
-        if state is None and all(w.position != position for w in self._lease.wanted):
-            if why in ("budget", "low_benefit"):
-                self._refused(why)
-            return 0
-        if why in ("off_grid", "unsettled", "exists"):
-            self._refused(why)
-            return 0
-        try:
-            slot = self._holding.take_slot(evict=True, owner=self.id)
-        except NoRoom:
-            self._refused("no_slot")
-            return 0
-        self._holding.copying = slot
-        try:
-            await core.call(m.CopyWorkingState(self.state_slot, slot, self.id, self.fences()))
-            self._check_alive()  # whoever ended the request meanwhile gave the slot back
-        except BaseException:
-            if not self._over:
-                self._holding.copying = 0
-                self._holding.give_back_slot(slot, self.fences())
-            raise
-        self._holding.copying = 0
-        return slot
-
-    def _publish(self, length: int, state: int) -> InsertResult | None:
-        """Insert up to `length`, which is exact when a state goes with it; None after a reset."""
-        offered = self._holding.offer(length)
-        result: object = None
-        try:
-            result = self._run_unless_reset(
-                m.Insert(
-                    self._key, length, offered, state, self._lease, self.id, True, self.fences()
-                )
-            )
-        finally:
-            if state and result is None:
-                self._holding.give_back_slot(state, self.fences())
-        if result is None:
-            self._refused("reset")
-            return None
-        assert isinstance(result, InsertResult)
-        self._holding.published(self.boundary, result.pages_changed)
-        return result
+        message = structs.replace(self._opened, key=self._key, limit=max(0, self._key.length - 1))
+        answer = await core.call(message, undo_lease(core))
+        lease, match = lease_and_match(answer)
+        if not self._is_suspended():  # ended, or resumed by another task meanwhile
+            core.release_lease(lease)
+            raise StaleHandle(f"{self} was ended or resumed meanwhile")
+        if not self._lease_given_up:
+            core.release_lease(self._lease)
+        self._lease, self._lease_given_up, self.match = lease, False, match
+        self._holding = Holding(core, core.tree.pages_of(lease))
+        self._tokens_reused += match.usable
+        self.computed = match.usable
+        self.status = "open"
+        return match
 
     async def fork(self, name: str | None = None) -> Request:
         """A second request that continues from here with its own private state.
@@ -457,7 +297,8 @@ class Request:
             raise InvalidRequest(f"request {name!r} is running")
         await self.checkpoint(state=False)
         lease = lease_twin(core, self._lease, name or core.next_id())
-        twin = Request(core, lease.owner, self._key, lease, self.match)
+        opened = structs.replace(self._opened, key=self._key, owner=lease.owner)
+        twin = Request(core, opened, lease, self.match)
         twin.prompt_tokens = self.prompt_tokens
         ready = False
         try:
@@ -474,125 +315,6 @@ class Request:
             if not ready:
                 twin.abort()
         return twin
-
-    # -- the end -------------------------------------------------------------------------------
-
-    async def finish(self, *, publish: Publish = "all") -> None:
-        """Publish the rest, give back what is left, end the lease.
-
-        The request is spent when the call is made; it never suspends half way. The working state
-        is handed over where it stands on the grid and no later step may write it. After a reset
-        nothing is published and everything is given back.
-        """
-        self._check_alive()
-        if publish not in _PUBLISH:
-            raise InvalidRequest(f"publish is {publish!r}; there are {_PUBLISH}")
-        self._check_launched("finish")
-        position = self._publishable(publish)
-        published = self.boundary
-        try:
-            if publish != "none" and self._publishes():
-                published = self._publish_last(position)
-                self._core.run(m.StandOn(self._lease))
-        finally:
-            self._end("finished", published)
-
-    def _publish_last(self, position: int) -> int:
-        snapshot = self._donatable_snapshot(position)
-        if snapshot is not None:
-            self._publish(snapshot.position, snapshot.slot)
-        state = 0
-        if (
-            self._holding.working is not None
-            and self._state_at == position == self.computed
-            and self._wants_state(position)
-        ):
-            state, self._holding.working = self._holding.working, None
-        end = position if state else self._whole(position)
-        if state or end > self.boundary:
-            self._publish(end, state)
-        return self.boundary
-
-    def _wants_state(self, position: int) -> bool:
-        """Whether the working state is worth keeping where the request ends."""
-        if position % self._core.grid or not position:
-            return False
-        at_end = self._core.tree.wanted_at_end(self._lease, position)
-        return at_end is not None or any(w.position == position for w in self._lease.wanted)
-
-    def abort(self) -> None:
-        """Give everything back, publish nothing more. Legal at any time; idempotent.
-
-        What steps and copies in flight may still touch comes back after them.
-        """
-        if not self._over:
-            self._end("aborted", self.boundary)
-
-    def _end(self, how: Literal["finished", "aborted"], published: int) -> None:
-        self.status = how
-        core = self._core
-        core.closed(self)
-        if core.stopped:
-            return
-        if core.emit is not None:
-            core.emit(
-                RequestEnded(
-                    context=core.domain.caller_context(),
-                    request=self.id,
-                    how=how,
-                    reused=self._tokens_reused,
-                    computed=self._tokens_computed,
-                    published=published,
-                )
-            )
-        pages, states = self._holding.own_pages, self._holding.own_states
-        fences = self.fences() + core.touching(states, pages)
-        self._holding.give_back(pages, states, fences)
-        core.release_lease_after(self._lease, fences)
-
-    # -- small helpers -------------------------------------------------------------------------
-
-    @property
-    def _over(self) -> bool:
-        return self.status in ("finished", "aborted")
-
-    @property
-    def _former_generation(self) -> bool:
-        """The cache was reset since: the request goes on with what it has and publishes nothing."""
-        return self._lease.generation != self._core.tree.generation
-
-    def _run_unless_reset(self, message: m.Message) -> object:
-        """The tree's answer; None when the cache was reset before the message had its turn."""
-        try:
-            return self._core.run(message)
-        except StaleHandle:
-            if self._lease.live and self._former_generation:
-                return None
-            raise
-
-    def fences(self) -> tuple[Fence, ...]:
-        """The fences of the request's steps that are not over."""
-        return tuple(step.fence for step in self._steps.values() if not step.fence.passed)
-
-    def _refused(self, why: str) -> None:
-        core = self._core
-        core.refused_checkpoints += 1
-        if core.emit is not None:
-            context = core.domain.caller_context()
-            core.emit(Refused(context=context, request=self.id, what="checkpoint", why=why))
-
-    def _check_alive(self) -> None:
-        self._core.check_open()
-        if self._over:
-            raise StaleHandle(f"{self} is over")
-
-    def _check_launched(self, what: str) -> None:
-        if any(step.state == "opened" for step in self._steps.values()):
-            raise InvalidRequest(f"{what} while a step of {self} is opened and not launched")
-
-    def _check_no_steps(self, what: str) -> None:
-        if self.fences():
-            raise InvalidRequest(f"{what} while a step of {self} is not over")
 
 
 def _undo_nothing(answer: object) -> None:

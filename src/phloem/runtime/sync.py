@@ -150,6 +150,14 @@ class SyncRequest:
         """Forget the tokens from `position` on."""
         self._drive(self.inner.rollback(position))
 
+    def suspend(self, *, keep_lease: bool = False) -> None:
+        """Give back room and state, to go on later."""
+        self._drive(self.inner.suspend(keep_lease=keep_lease))
+
+    def resume(self) -> Match:
+        """Open a suspended request again."""
+        return self._drive(self.inner.resume())
+
     def fork(self, name: str | None = None) -> SyncRequest:
         """A second request that continues from here."""
         return SyncRequest(self._drive(self.inner.fork(name)), self._drive, self._here)

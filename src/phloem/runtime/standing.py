@@ -1,0 +1,177 @@
+"""Where a request stands: what it has computed, what it owns, and how it ends.
+
+`tokens[:boundary]` is the tree's and under the request's lease; the pages from there on are the
+request's own. Nothing it gives up is used again before the steps and copies that may still touch
+it have ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from phloem.actors import messages as m
+from phloem.actors.actions import Ids
+from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.placement import Wanted
+from phloem.actors.tree.tree import Match
+from phloem.cuda_streams.engine import Fence
+from phloem.errors import InvalidRequest, StaleHandle
+from phloem.events import Refused, RequestEnded
+from phloem.runtime.holding import Holding
+
+if TYPE_CHECKING:
+    from phloem.runtime.core import Core
+    from phloem.runtime.step import Step
+
+__all__ = ["Resources", "Standing"]
+
+Resources = dict[str, int]
+Status = Literal["open", "running", "suspended", "finished", "aborted"]
+
+
+class Standing:
+    """What all parts of a request work on; see `Request`."""
+
+    def __init__(self, core: Core, opened: m.Open, lease: TreeLease, match: Match) -> None:
+        self.id = opened.owner
+        self.match = match
+        self.prompt_tokens = opened.key.length
+        self.usable = match.usable
+        self.computed = match.usable
+        self.status: Status = "open"
+        self._core = core
+        self._opened = opened
+        self._key = opened.key
+        self._lease = lease
+        self._holding = Holding(core, core.tree.pages_of(lease))
+        self._state_at: int | None = None  # the position at which the working state is true
+        self._lease_given_up = False  # released, or to be when what reads under it has ended
+        self._tokens_computed = 0
+        self._tokens_reused = match.usable
+        self._steps: dict[int, Step] = {}  # opened and not over
+
+    @property
+    def boundary(self) -> int:
+        """Tokens that are the tree's and protected by the request's lease."""
+        return self._lease.boundary
+
+    @property
+    def state_slot(self) -> int | None:
+        """The slot of the request's own working state, None until it is allocated."""
+        return self._holding.working
+
+    @property
+    def settled(self) -> int:
+        """Tokens that are accepted and written by launched steps: what can be published."""
+        return min(self.computed, self._key.length)
+
+    @property
+    def wanted(self) -> tuple[Wanted, ...]:
+        """Positions beyond what is computed at which a state is worth keeping, ascending."""
+        return tuple(wanted for wanted in self._lease.wanted if wanted.position > self.computed)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request so far."""
+        return self._key.length
+
+    @property
+    def room(self) -> int:
+        """Tokens for which the request has pages."""
+        return self._holding.room
+
+    def page_table(self) -> Ids:
+        """The device page ids of all the request's tokens and room, in order; a copy."""
+        return self._holding.pages[:]
+
+    def resources(self) -> Resources:
+        """What the request owns outside the tree; empty after its end and the last fence."""
+        account = self._core.ledger.accounts.get(self._holding.account)
+        held = {
+            "pages": account.pages if account else 0,
+            "states": account.states if account else 0,
+            "leases": int(self._lease.live),
+            "steps": len(self.fences()),
+        }
+        return {name: count for name, count in held.items() if count}
+
+    def __repr__(self) -> str:
+        return f"Request({self.id!r}, {self.computed}/{self._key.length} tokens, {self.status})"
+
+    def abort(self) -> None:
+        """Give everything back, publish nothing more. Legal at any time; idempotent.
+
+        What steps and copies in flight may still touch comes back after them.
+        """
+        if not self._over:
+            self._end("aborted", self.boundary)
+
+    def _end(self, how: Literal["finished", "aborted"], published: int) -> None:
+        self.status = how
+        core = self._core
+        core.closed(self)
+        if core.stopped:
+            return
+        if core.emit is not None:
+            core.emit(
+                RequestEnded(
+                    context=core.domain.caller_context(),
+                    request=self.id,
+                    how=how,
+                    reused=self._tokens_reused,
+                    computed=self._tokens_computed,
+                    published=published,
+                )
+            )
+        pages, states = self._holding.own_pages, self._holding.own_states
+        fences = self.fences() + core.touching(states, pages)
+        self._holding.give_back(pages, states, fences)
+        if not self._lease_given_up:
+            core.release_lease_after(self._lease, fences)
+
+    @property
+    def _over(self) -> bool:
+        return self.status in ("finished", "aborted")
+
+    def _is_suspended(self) -> bool:
+        return self.status == "suspended"
+
+    @property
+    def _former_generation(self) -> bool:
+        """The cache was reset since: the request goes on with what it has and publishes nothing."""
+        return self._lease.generation != self._core.tree.generation
+
+    def _run_unless_reset(self, message: m.Message) -> object:
+        """The tree's answer; None when the cache was reset before the message had its turn."""
+        try:
+            return self._core.run(message)
+        except StaleHandle:
+            if self._lease.live and self._former_generation:
+                return None
+            raise
+
+    def fences(self) -> tuple[Fence, ...]:
+        """The fences of the request's steps that are not over."""
+        return tuple(step.fence for step in self._steps.values() if not step.fence.passed)
+
+    def _refused(self, why: str) -> None:
+        core = self._core
+        core.refused_checkpoints += 1
+        if core.emit is not None:
+            context = core.domain.caller_context()
+            core.emit(Refused(context=context, request=self.id, what="checkpoint", why=why))
+
+    def _check_alive(self) -> None:
+        self._core.check_open()
+        if self._over:
+            raise StaleHandle(f"{self} is over")
+        if self._is_suspended():
+            raise InvalidRequest(f"{self} is suspended: resume comes first")
+
+    def _check_launched(self, what: str) -> None:
+        if any(step.state == "opened" for step in self._steps.values()):
+            raise InvalidRequest(f"{what} while a step of {self} is opened and not launched")
+
+    def _check_no_steps(self, what: str) -> None:
+        if self.fences():
+            raise InvalidRequest(f"{what} while a step of {self} is not over")

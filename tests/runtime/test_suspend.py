@@ -1,0 +1,125 @@
+"""Preemption: a request gives back its room and goes on later from what is still cached."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from serving import PAGE, compute, house, opened, run
+
+from phloem import InvalidRequest, StaleHandle
+
+PROMPT = run(1, 3 * PAGE + 1)
+
+
+async def test_gives_back_its_room_and_goes_on_where_it_was(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, 2 * PAGE)
+        await request.suspend()
+        assert not request.resources()
+        assert here.cache.stats().tree.pages_protected == 0
+        match = await request.resume()
+        assert (match.usable, request.computed) == (2 * PAGE, 2 * PAGE)
+        await request.allocate(len(PROMPT) - request.computed)
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+        assert (await here.cache.match(PROMPT)).kv_prefix == 3 * PAGE
+
+
+async def test_what_was_evicted_meanwhile_is_computed_again(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, 2 * PAGE)
+        await request.suspend()
+        await here.cache.evict(pages=99, states=99)
+        assert (await request.resume()).usable == 0
+        await request.allocate(len(PROMPT))
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+async def test_a_kept_lease_protects_what_was_published(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, 2 * PAGE)
+        await request.suspend(keep_lease=True)
+        assert request.resources() == {"leases": 1}
+        await here.cache.evict(pages=99)
+        assert (await here.cache.match(PROMPT)).kv_prefix == 2 * PAGE
+        await request.resume()
+        assert here.cache.stats().tree.leases == 1, "the former lease is gone (F-017)"
+        request.abort()
+
+
+async def test_tokens_said_so_far_are_part_of_it(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, len(PROMPT))
+        request.extend([7] * PAGE)
+        tokens = [*PROMPT, *[7] * PAGE]
+        await request.allocate(len(tokens) - request.computed)
+        await compute(here, request, tokens, 4 * PAGE)
+        await request.suspend()
+        assert (await request.resume()).usable == 4 * PAGE
+        request.abort()
+
+
+async def test_calls_out_of_order_change_nothing(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        with pytest.raises(InvalidRequest):
+            await request.resume()
+        await request.suspend()
+        for call in (request.suspend, request.ready, request.advance, request.finish):
+            with pytest.raises(InvalidRequest, match="suspended"):
+                await call()
+        with pytest.raises(InvalidRequest, match="suspended"):
+            await request.allocate(1)
+        request.abort()
+        with pytest.raises(StaleHandle):
+            await request.resume()
+
+
+async def test_f023_pages_that_a_step_still_writes_stay_parked(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        release = threading.Event()
+        with here.cache.step([request], stream=here.stream) as step:
+            here.stream.run(release.wait)
+            step.launched({request: PAGE})
+        try:
+            await request.suspend()
+            gone = await here.cache.evict(pages=99, states=99)
+            stats = here.cache.stats()
+        finally:
+            release.set()
+        assert (gone.pages, gone.states) == (0, 0), "the step still reads what was published"
+        assert (stats.kv.tree, stats.state.tree, stats.kv.granted) == (1, 1, 0)
+        assert stats.kv.parked > 0
+        await here.settled()
+        await request.resume()
+        request.abort()
+
+
+async def test_aborting_a_suspended_request_gives_its_lease_back_once(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        for keep in (True, False):
+            request = await opened(here, PROMPT)
+            await compute(here, request, PROMPT, PAGE)
+            await request.suspend(keep_lease=keep)
+            request.abort()
+            request.abort()
+            assert not request.resources()
+
+
+async def test_a_reset_while_suspended(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, PAGE)
+        await request.suspend(keep_lease=True)
+        await here.cache.reset()
+        assert (await request.resume()).usable == 0
+        request.abort()
