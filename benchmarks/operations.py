@@ -45,10 +45,15 @@ def _timed(call: Callable[[T], object], items: Sequence[T]) -> Summary:
     return summary(samples)
 
 
+def _anew(keys: list[TokenKey]) -> list[TokenKey]:
+    """The same keys, about which the tree has noted nothing yet."""
+    return [TokenKey(key.data) for key in keys]
+
+
 def _costs(form: Form, paths: Paths, fresh: list[TokenKey], pages: int) -> dict[str, Summary]:
     """Match and lease keys that lead to leaves; insert `fresh`; evict `pages` as often."""
     keys = paths.some(_SAMPLES)
-    out = {"match": _timed(form.match, keys), "lease": _timed(form.lease, keys)}
+    out = {"match": _timed(form.match, keys), "lease": _timed(form.lease, _anew(keys))}
     samples: list[int] = []
     for key in fresh:
         job = form.begin(key)
@@ -66,11 +71,11 @@ async def _costs_awaited(
 ) -> dict[str, Summary]:
     keys = paths.some(_SAMPLES)
     samples: dict[str, list[int]] = {"match": [], "lease": [], "insert": [], "evict": []}
-    for key in keys:
+    for key, same in zip(keys, _anew(keys), strict=True):
         begun = wall_clock()
         await form.match(key)
         matched = wall_clock()
-        await form.lease(key)
+        await form.lease(same)
         samples["lease"].append(wall_clock() - matched)
         samples["match"].append(matched - begun)
     for key in fresh:
@@ -152,8 +157,8 @@ def _long(form: Form, paths: Paths, prompts: list[TokenKey], tokens: int) -> dic
     out = {"insert": summary(_inserts(form, prompts))}
     longer = [TokenKey(prompt.data + paths.tokens(EDGE)) for prompt in prompts]
     for _ in range(3):  # the first time each key is read from memory, later from the core's cache
-        out["match"] = _timed(form.match, longer)
-        out["lease"] = _timed(form.lease, longer)
+        out["match"] = _timed(form.match, _anew(longer))
+        out["lease"] = _timed(form.lease, _anew(longer))
     out["evict"] = _timed(form.evict, [tokens // PAGE] * len(prompts))
     return out
 
@@ -203,9 +208,9 @@ async def _hops(calls: int = 4000) -> dict[str, dict[str, float]]:
     NowaitForm(cache, paths)
     keys = paths.some(200)
 
-    async def caller(count: int) -> None:
-        for number in range(count):
-            await cache.match(keys[number % len(keys)], whole=True)
+    async def caller(mine: list[TokenKey]) -> None:
+        for key in mine:
+            await cache.match(key, whole=True)
 
     for inline in (True, False):
         _set_inline(cache, inline)
@@ -213,8 +218,10 @@ async def _hops(calls: int = 4000) -> dict[str, dict[str, float]]:
         for callers in (1, 16):
             best = float("inf")
             for _ in range(3):
+                count = calls // callers
+                lists = [_anew(keys * (count // len(keys) + 1))[:count] for _ in range(callers)]
                 begun = wall_clock()
-                await asyncio.gather(*(caller(calls // callers) for _ in range(callers)))
+                await asyncio.gather(*map(caller, lists))
                 best = min(best, (wall_clock() - begun) / (calls // callers * callers) / 1e3)
             figures[str(callers)] = best
         out["match, inline" if inline else "match, queued"] = figures
