@@ -49,7 +49,9 @@ def growth(nodes: int, tell: Tell) -> dict[str, float]:
     out["pauses_ms"] = watch.total_ns / 1e6
     keys = paths.some(_SAMPLES, more=PAGE)
     out["match_us"] = _median(tree.match, keys)
+    keys = paths.some(_SAMPLES, more=PAGE)  # others: the tree has noted where the first ones led
     out["lease_us"] = _median(lambda key: tree.release(tree.acquire(key, owner="b")[0]), keys)
+    keys = paths.some(_SAMPLES, more=PAGE)
     out["insert_us"] = _median(lambda key: _insert(tree, ids, key), keys)
     out["evict_us"] = _median(lambda _: tree.evict(1), keys)
     begun = wall_clock()
