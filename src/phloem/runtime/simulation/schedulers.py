@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -172,7 +173,8 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         assert self._batcher is not None
         self._batcher.cancel()
-        await asyncio.gather(self._batcher, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await self._batcher
 
     # -- one request ---------------------------------------------------------------------------
 
