@@ -29,6 +29,7 @@ from phloem.actors.tree.node import NO_SLOT
 from phloem.actors.tree.tree import Actions, InsertResult, Tree
 from phloem.actors.tree.tree import Evicted as EvictedFigures
 from phloem.actors.tree.tree import Match as MatchResult
+from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, StaleHandle
 from phloem.events import Sink
 
@@ -214,6 +215,10 @@ class TreeActor:
         start = tree.check_insert(key, length, len(pages), state, lease)
         homes = None if message.swap else ledger.kv.owners_of(pages)
         account = ledger.account_of(pages, state, message.owner)
+        writing = [fence for fence in message.after if not fence.passed] if message.after else []
+        guard: Lease | None = None
+        if writing and lease is None:
+            lease = guard = tree.acquire(key, owner="", limit=0)[0]
         result, actions = tree.insert_checked(
             key, length, start, pages, state, lease, account, message.swap
         )
@@ -230,6 +235,8 @@ class TreeActor:
                 ledger.put_back(pages[:kept], homes[:kept], account)
         if self._tell is not None:
             self._tell.inserted(message, result, account, taken)
+        if writing and lease is not None:
+            self._guard(lease if guard is None else guard, writing, own=guard is not None)
         if actions:
             self._dispatch(actions)
         if self._joined and lease is not None:
@@ -237,6 +244,27 @@ class TreeActor:
         if ledger.waiting:
             self._let_waiters_retry()
         return result
+
+    def _guard(self, lease: Lease, writing: list[Fence], *, own: bool) -> None:
+        """What steps may still write is not evicted before they have ended.
+
+        Their caller's lease may end before, and need not cover the state: a lease of our own does.
+        """
+        hold = lease if own else self.tree.fork(lease, owner=lease.owner)
+        if self.tree.has_states and not hold.has_state:
+            self.tree.take_state(hold)
+        if self._tell is not None:
+            self._tell.taken(hold)
+        left = len(writing)
+
+        def one_passed() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._domain.send(self, m.Release(hold))
+
+        for fence in writing:
+            fence.add_callback(one_passed)
 
     def _adopt(self, message: m.Insert, result: InsertResult, account: int) -> Ids:
         """Move what the tree took from the account to the tree; the pages of it."""
