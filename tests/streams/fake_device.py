@@ -19,7 +19,7 @@ import torch
 from phloem.cuda_streams.driver import Addresses, BatchCopy
 from phloem.cuda_streams.host import PinnedMemory
 from phloem.cuda_streams.numa import Nearby
-from phloem.errors import InvalidRequest
+from phloem.errors import EngineDead, InvalidRequest
 
 
 class FakeStream:
@@ -104,6 +104,8 @@ class FakeDriver:
     def check_stream(self, stream: object) -> None:
         if not isinstance(stream, FakeStream):
             raise InvalidRequest(f"{stream!r} is no fake stream")
+        if self.lost:
+            raise EngineDead("fake device lost")
         if stream.capturing:
             raise InvalidRequest(f"{stream!r} is capturing a graph")
 

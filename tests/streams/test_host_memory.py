@@ -99,14 +99,16 @@ def test_pinned_exactly_in_pieces_of_whole_rows_and_pages() -> None:
     assert not registry.pieces
 
 
-def test_what_was_given_out_lives_until_it_is_unpinned() -> None:
+def test_what_nobody_holds_is_unpinned_before_its_address_is_given_out_again() -> None:
     registry = Registry()
     memory = PinnedMemory(registry.register, registry.unregister)
+    part = memory(2, 4096).rows[1, 7:9]
     for _ in range(20):
-        memory(2, 4096)  # dropped at once: its address must not be given out again
-    assert len(registry.pieces) == 20
-    memory.close()
+        memory(2, 4096)
+    assert list(registry.pieces) == [part.data_ptr() - 4096 - 7]
+    del part
     assert not registry.pieces
+    memory.close()
 
 
 def test_f089_pieces_below_the_limit_of_a_call_and_a_refused_one_undoes_the_others() -> None:

@@ -137,8 +137,9 @@ MUTANTS = [
     ),
     Mutant(
         "pinned memory is given back while it is pinned", "host.py",
-        "self._held.append(flat)", "pass",
-        "test_host_memory.py::test_what_was_given_out_lives_until_it_is_unpinned",
+        "self._undo.append(undo)", "undo.detach()",
+        "test_host_memory.py::"
+        "test_what_nobody_holds_is_unpinned_before_its_address_is_given_out_again",
     ),
     Mutant(
         "copies cross registered pieces", "device_mover.py",

@@ -18,7 +18,7 @@ from torch import Tensor
 from phloem.cuda_streams.driver import Addresses, BatchCopy
 from phloem.cuda_streams.host import PinnedMemory
 from phloem.cuda_streams.numa import near_pci_device
-from phloem.errors import InvalidRequest
+from phloem.errors import EngineDead, InvalidRequest
 
 __all__ = ["CudaDriver"]
 
@@ -121,7 +121,8 @@ class CudaDriver:
             raise InvalidRequest(f"{cuda!r} is not on {self.device}")
         capturing = ctypes.c_int()
         handle = ctypes.c_void_p(cuda.cuda_stream)
-        self._check(self._library.cuStreamIsCapturing(handle, ctypes.byref(capturing)))
+        if self._library.cuStreamIsCapturing(handle, ctypes.byref(capturing)) and not self.alive():
+            raise EngineDead(f"{self.device} answers no more")
         if capturing.value:
             raise InvalidRequest(f"{cuda!r} is capturing a graph: nothing runs on it")
 

@@ -17,7 +17,7 @@ import torch
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.fences import Fence, Post, Stream
 from phloem.cuda_streams.threads import WorkerStream
-from phloem.errors import InvalidRequest
+from phloem.errors import EngineDead, InvalidRequest
 
 __all__ = ["CallerStreams", "DeviceStream", "DeviceWorker", "EventWaiter"]
 
@@ -86,11 +86,11 @@ class DeviceStream:
         Raises InvalidRequest while the stream's work is being captured into a graph: its event
         would be a node of the graph.
         """
-        self.driver.check_stream(self.stream)
         fence = Fence(self._post, self.name)
         try:
+            self.driver.check_stream(self.stream)
             event = self.driver.record(self.stream)
-        except RuntimeError:
+        except (RuntimeError, EngineDead):
             if self.driver.alive():
                 raise
             fence.mark_passed()

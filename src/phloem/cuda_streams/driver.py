@@ -46,7 +46,8 @@ class Driver(Protocol):
     def check_stream(self, stream: object) -> None:
         """Raise InvalidRequest unless it is a stream of this device that runs what it is given.
 
-        (A stream whose work is being captured into a graph runs nothing.)
+        (A stream whose work is being captured into a graph runs nothing.) Raises EngineDead when
+        the device is lost.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,7 +85,7 @@ class PinnedMemory:
     Taken with `mmap`, touched by several threads (the slow part of pinning), then registered piece
     by piece: one huge registration would hold the driver's lock for seconds. `close` undoes it.
     `enter_thread` is called first by each thread that touches: it decides where the memory is. What
-    was given out stays alive until `close`, so that no address is registered twice.
+    nobody holds any more is unregistered before it goes.
     """
 
     def __init__(
@@ -104,8 +105,7 @@ class PinnedMemory:
         self._threads = threads
         self._available = available
         self._enter_thread = enter_thread
-        self._registered: list[int] = []
-        self._held: list[Tensor] = []
+        self._undo: list[Callable[[], object]] = []
 
     def __call__(self, count: int, row_bytes: int) -> HostMemory:
         """Raises HostMemoryShort, with nothing taken, when there is too little or none to pin."""
@@ -114,7 +114,7 @@ class PinnedMemory:
         if nbytes == 0:
             return HostMemory(torch.zeros((count, row_bytes), dtype=torch.uint8), max(1, count))
         with torch.inference_mode(False):
-            flat = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+            flat = torch.frombuffer(block := mmap.mmap(-1, nbytes), dtype=torch.uint8)
         # Pieces are whole rows and whole memory pages: neighbours must not share a page.
         unit = _PAGE // math.gcd(_PAGE, row_bytes)
         piece_rows = max(1, self._piece_bytes // (row_bytes * unit)) * unit
@@ -127,15 +127,19 @@ class PinnedMemory:
                 self._register(piece.data_ptr(), piece.numel())
                 done.append(piece.data_ptr())
         except RuntimeError as error:
-            for address in reversed(done):
-                self._unregister(address)
+            self._give_up(done)
             raise HostMemoryShort(nbytes, self._available(), f"pinning failed: {error}") from error
-        self._registered += done
-        self._held.append(flat)
+        # The last tensor gone, the address may be given out again, so it must be free by then.
+        undo = weakref.finalize(block, self._give_up, done)
+        undo.atexit = False
+        self._undo.append(undo)
         return HostMemory(flat.view(count, row_bytes), piece_rows)
 
     def close(self) -> None:
-        """Unregister everything. Only when no copy touches it any more, and the device answers."""
-        while self._registered:
-            self._unregister(self._registered.pop())
-        self._held.clear()
+        """Unregister everything. Only when no copy touches it any more. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _give_up(self, addresses: list[int]) -> None:
+        for address in reversed(addresses):
+            self._unregister(address)
