@@ -211,6 +211,9 @@ class TestNamedStreams:
             streams.named(native[2])  # type: ignore[arg-type]
         done: list[int] = []
         native[0].put(lambda: done.append(1))
+        assert first is not None
+        first.record()
+        native[0].capturing = True  # closing must not need to record
         await streams.settled()
         assert done == [1]
         streams.close()

@@ -76,6 +76,7 @@ class DeviceStream:
         self.driver = driver
         self._post = post
         self._waiter = EventWaiter(driver, name)
+        self._last = Fence.settled(name)
 
     def __repr__(self) -> str:
         return f"DeviceStream({self.name!r})"
@@ -97,7 +98,12 @@ class DeviceStream:
             return fence
         fence.mark_recorded(event)
         self._waiter.after(event, lambda _: fence.mark_passed())
+        self._last = fence
         return fence
+
+    async def settled(self) -> None:
+        """Wait until what was recorded so far has ended; a cancelled caller leaves nothing."""
+        await self._last.reached()
 
     def wait(self, fence: Fence) -> None:
         """See `Stream.wait`: the device waits, not the caller.
@@ -254,10 +260,9 @@ class CallerStreams:
         return WorkerStream(name, self._post)
 
     async def settled(self) -> None:
-        """Wait until what steps have recorded so far has ended; a cancelled caller changes that
-        in nothing."""
+        """Wait until what was recorded so far has ended; a cancelled caller leaves nothing."""
         for watched in tuple(self._watched.values()):
-            await watched.record().reached()
+            await watched.settled()
 
     def close(self) -> None:
         """End the threads that watch streams, after what was recorded. Blocks; idempotent."""
