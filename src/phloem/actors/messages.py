@@ -46,6 +46,7 @@ __all__ = [
     "StateWritten",
     "Sweep",
     "UsePolicy",
+    "Written",
     "Withdraw",
 ]
 
@@ -315,4 +316,10 @@ class StateWritten(Message, frozen=True, gc=False, eq=False):
     """Steps that have not ended may still write `slot`: copies from it come after them."""
 
     slot: int
+    after: tuple[Fence, ...]
+
+
+class Written(Message, frozen=True, gc=False, eq=False):
+    """Steps that have not ended may still write what was just published."""
+
     after: tuple[Fence, ...]

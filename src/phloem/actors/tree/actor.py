@@ -237,6 +237,8 @@ class TreeActor:
             self._tell.inserted(message, result, account, taken)
         if writing and lease is not None:
             self._guard(lease if guard is None else guard, writing, own=guard is not None)
+            assert self._transfer is not None
+            self._domain.send(self._transfer, m.Written(tuple(writing)))
         if actions:
             self._dispatch(actions)
         if self._joined and lease is not None:
