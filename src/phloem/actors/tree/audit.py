@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+from phloem.actors.tree.audit_host import audit_host
+from phloem.actors.tree.checks import AuditFailed, check
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.keys import TOKEN_BYTES
 from phloem.actors.tree.leases import protected
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import NO_SLOT, Node, state_anywhere
 from phloem.actors.tree.tree import Tree
 
 __all__ = ["AuditFailed", "audit_tree"]
-
-
-class AuditFailed(AssertionError):
-    """What the tree keeps and what its structure says differ. Always a bug of the tree."""
 
 
 def audit_tree(tree: Tree) -> None:
@@ -25,16 +23,16 @@ def audit_tree(tree: Tree) -> None:
     leases_at: Counter[int] = Counter()
     states_at: Counter[int] = Counter()
     for lease in tree.leases.live.values():
-        _check(lease.live, f"{lease} is listed but ended")
+        check(lease.live, f"{lease} is listed but ended")
         leases_at[lease.anchor.id] += 1
         states_at[lease.anchor.id] += lease.has_state
     owners = Counter(lease.owner for lease in tree.leases.live.values() if lease.anchor.end)
-    _check(owners == tree.leases.owners, "the owners of leases are miscounted")
+    check(owners == tree.leases.owners, "the owners of leases are miscounted")
     totals: Counter[str] = Counter()
     owned: set[tuple[str, int]] = set()
     for root in tree.radix.roots.values():
-        _check(root.parent is None and not root.edge and not len(root.page_ids), "a root has data")
-        _check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
+        check(root.parent is None and not root.edge and not len(root.page_ids), "a root has data")
+        check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
         _audit_links(tree, root)
         _audit_counts(root, leases_at, states_at)
     for node in tree.radix:
@@ -48,6 +46,10 @@ def audit_tree(tree: Tree) -> None:
         totals["states"] += node.state != NO_SLOT
         totals["pages_protected"] += node.page_count if protected(node) else 0
         totals["states_protected"] += node.state != NO_SLOT and node.state_leases > 0
+    if tree.host is None:
+        check(not len(tree.operations), "operations of a tree without a host tier")
+    else:
+        audit_host(tree, tree.host)
     _audit_index(tree.kv_index, tree.policy.rises_only)
     _audit_index(tree.state_index, tree.policy.rises_only)
     _audit_totals(tree, totals)
@@ -57,10 +59,10 @@ def audit_tree(tree: Tree) -> None:
 def _audit_links(tree: Tree, node: Node) -> None:
     if node.children is None:
         return
-    _check(bool(node.children), f"node {node.id} has an empty table of children")
+    check(bool(node.children), f"node {node.id} has an empty table of children")
     for first, child in node.children.items():
-        _check(child.parent is node, f"child {child.id} does not know its parent {node.id}")
-        _check(
+        check(child.parent is node, f"child {child.id} does not know its parent {node.id}")
+        check(
             child.edge[: tree.radix.page_bytes] == first,
             f"child {child.id} does not stand under its first page",
         )
@@ -69,33 +71,41 @@ def _audit_links(tree: Tree, node: Node) -> None:
 def _audit_data(tree: Tree, node: Node, owned: set[tuple[str, int]]) -> None:
     parent = node.parent
     assert parent is not None
-    _check(len(node.edge) > 0, f"node {node.id} has an empty edge")
-    _check(len(node.edge) % tree.radix.page_bytes == 0, f"edge of {node.id} is no whole pages")
-    _check(node.end - parent.end == len(node.edge) // TOKEN_BYTES, f"node {node.id} ends elsewhere")
-    _check(
-        node.page_count * tree.radix.page_bytes == len(node.edge),
+    check(len(node.edge) > 0, f"node {node.id} has an empty edge")
+    check(len(node.edge) % tree.radix.page_bytes == 0, f"edge of {node.id} is no whole pages")
+    check(node.end - parent.end == len(node.edge) // TOKEN_BYTES, f"node {node.id} ends elsewhere")
+    host_only = not node.page_ids and node.host is not None and node.host.page_ids
+    check(
+        bool(host_only) or node.page_count * tree.radix.page_bytes == len(node.edge),
         f"node {node.id} has {node.page_count} pages for {len(node.edge)} bytes",
     )
+    check(
+        not node.page_ids or parent.parent is None or bool(parent.page_ids),
+        f"node {node.id} has KV on the device, its parent has none",
+    )
     for page in node.pages:
-        _check(page > 0, f"node {node.id} holds the reserved page")
-        _check(("kv", page) not in owned, f"page {page} stands at two nodes")
+        check(page > 0, f"node {node.id} holds the reserved page")
+        check(("kv", page) not in owned, f"page {page} stands at two nodes")
         owned.add(("kv", page))
     if node.state != NO_SLOT:
-        _check(tree.has_states, "a state in a tree without states")
-        _check(node.end % tree.grid == 0, f"state of {node.id} at {node.end} is off the grid")
-        _check(("state", node.state) not in owned, f"state {node.state} stands at two nodes")
+        check(tree.has_states, "a state in a tree without states")
+        check(bool(node.page_ids), f"node {node.id} has a state on the device, but no KV")
+        check(node.end % tree.grid == 0, f"state of {node.id} at {node.end} is off the grid")
+        check(("state", node.state) not in owned, f"state {node.state} stands at two nodes")
         owned.add(("state", node.state))
 
 
 def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) -> None:
-    _check(node.leases == leases_at[node.id], f"node {node.id} counts {node.leases} leases")
-    _check(
+    check(node.leases == leases_at[node.id], f"node {node.id} counts {node.leases} leases")
+    check(
         node.state_leases == states_at[node.id],
         f"node {node.id} counts {node.state_leases} state leases",
     )
-    children = node.children.values() if node.children else ()
+    children = tuple(node.children.values()) if node.children else ()
     below = sum(protected(child) for child in children)
-    _check(
+    gone = sum(not one.page_ids or (one.host is not None and one.host.leaving) for one in children)
+    check(node.gone_children == gone, f"node {node.id} counts {node.gone_children} gone children")
+    check(
         node.protected_children == below,
         f"node {node.id} counts {node.protected_children} protected children of {below}",
     )
@@ -104,17 +114,17 @@ def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) 
 def _audit_candidates(tree: Tree, node: Node) -> None:
     for index in (tree.kv_index, tree.state_index):
         if index.eligible(node):
-            _check(node.id in index, f"candidate {node.id} is in no index")
+            check(node.id in index, f"candidate {node.id} is in no index")
 
 
 def _audit_index(index: CandidateIndex, rises_only: bool) -> None:
     lowest: dict[int, int] = {}
     for score, node in index.entries():
-        _check(bool(node.queued & index.bit), f"node {node.id} is indexed without its mark")
+        check(bool(node.queued & index.bit), f"node {node.id} is indexed without its mark")
         lowest[node.id] = min(score, lowest.get(node.id, score))
     for _, node in index.entries():
         if rises_only and index.eligible(node):
-            _check(lowest[node.id] <= index.score(node), f"the score of {node.id} has fallen")
+            check(lowest[node.id] <= index.score(node), f"the score of {node.id} has fallen")
 
 
 def _audit_totals(tree: Tree, totals: Counter[str]) -> None:
@@ -127,7 +137,7 @@ def _audit_totals(tree: Tree, totals: Counter[str]) -> None:
         "states_protected": tree.leases.states_protected,
     }
     for name, value in kept.items():
-        _check(value == totals[name], f"{name}: the tree counts {value}, its nodes {totals[name]}")
+        check(value == totals[name], f"{name}: the tree counts {value}, its nodes {totals[name]}")
 
 
 def _audit_sessions(tree: Tree) -> None:
@@ -135,17 +145,12 @@ def _audit_sessions(tree: Tree) -> None:
         session.anchor.id for session in tree.sessions.open.values() if session.anchor is not None
     )
     for node in tree.radix:
-        _check(
+        check(
             node.sessions == standing.pop(node.id, 0),
             f"node {node.id} counts {node.sessions} sessions",
         )
-        _check(
-            not node.sessions or node.state != NO_SLOT or not tree.has_states,
+        check(
+            not node.sessions or state_anywhere(node) or not tree.has_states,
             f"a session stands on node {node.id}, which is no boundary",
         )
-    _check(not standing, "a session stands on a node that has gone")
-
-
-def _check(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AuditFailed(otherwise)
+    check(not standing, "a session stands on a node that has gone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from math import lcm
+from typing import Literal
 
 import msgspec
 
@@ -12,20 +13,25 @@ from phloem.actors.actions import Action, Ids
 from phloem.actors.tree.eviction import CandidateIndex, kv_may_go, state_may_go
 from phloem.actors.tree.former import Former
 from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, mark_of
+from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens
 from phloem.actors.tree.leases import Lease, Leases
 from phloem.actors.tree.node import Node
+from phloem.actors.tree.operations import Operations
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import Policy, Score, policy_named
 from phloem.actors.tree.radix import Radix, Walk
-from phloem.actors.tree.results import Match, TreeFigures
+from phloem.actors.tree.results import Match, StateTier, TreeFigures
 from phloem.actors.tree.running import Running
 from phloem.actors.tree.sessions import Sessions
 from phloem.errors import InvalidRequest, StaleHandle
 
-__all__ = ["Actions", "Look", "TreeCore"]
+__all__ = ["BACKUP_HITS", "Actions", "Look", "TreeCore", "WritePolicy"]
 
 Actions = list[Action]
+WritePolicy = Literal["write_through", "selective", "write_back"]
+# At which hit a node is copied to the host; under write-back it is when the node leaves the device.
+BACKUP_HITS: dict[WritePolicy, int] = {"write_through": 1, "selective": 2, "write_back": 0}
 
 
 class Look(msgspec.Struct, frozen=True, gc=False):
@@ -43,7 +49,11 @@ class Look(msgspec.Struct, frozen=True, gc=False):
 
 
 class TreeCore:
-    """The parts of a tree, its construction and its reads; `Tree` adds what changes it."""
+    """The parts of a tree, its construction and its reads; `Tree` adds what changes it.
+
+    `host`: there is a host tier, to which data are copied as `write_policy` says: at their first
+    hit, at the second, or when they leave the device.
+    """
 
     def __init__(
         self,
@@ -56,11 +66,15 @@ class TreeCore:
         sessions_max: int = 4096,
         ghosts_max: int = 4096,
         enabled: bool = True,
+        host: bool = False,
+        write_policy: WritePolicy = "write_through",
     ) -> None:
         if page_size < 1 or state_chunk < 1:
             raise InvalidRequest(f"page_size {page_size} and state_chunk {state_chunk} start at 1")
         if tuple(components) not in (("kv",), ("kv", "state")):
             raise InvalidRequest(f"unknown components {tuple(components)}")
+        if write_policy not in BACKUP_HITS:
+            raise InvalidRequest(f"no write policy {write_policy!r}; there are {[*BACKUP_HITS]}")
         self.page_size = page_size
         self.has_states = "state" in components
         self.grid = lcm(page_size, state_chunk) if self.has_states else page_size
@@ -70,7 +84,11 @@ class TreeCore:
         self.radix = self.new_radix(page_size)
         self.kv_index = self.new_index(1, self.policy.kv_score, kv_may_go)
         self.state_index = self.new_index(2, self.policy.state_score, state_may_go)
-        self.leases = Leases(self.kv_index, self.state_index)
+        self.host = HostTier(self.new_index, self.kv_index, self.state_index) if host else None
+        self.write_policy: WritePolicy = write_policy
+        self.operations = Operations()
+        self.radix.on_split = self.operations.divide
+        self.leases = Leases(self.kv_index, self.state_index, self.host)
         self.running = Running(self.radix.page_bytes, self.grid)
         self.sessions = Sessions(sessions_max, self.has_states, self._score_fell)
         self.ghosts = Ghosts(self.radix.page_bytes, ghosts_max)
@@ -95,7 +113,7 @@ class TreeCore:
         return self._look(TokenKey.of(tokens), limit).match
 
     def pages_of(self, lease: Lease) -> Ids:
-        """The device page ids from the start to the lease's boundary."""
+        """The device page ids from the start to the lease's boundary, which is on the device."""
         runs: list[bytes] = []
         node: Node | None = lease.anchor
         while node is not None:
@@ -104,11 +122,26 @@ class TreeCore:
         return array("i", b"".join(reversed(runs)))
 
     def state_of(self, lease: Lease) -> int:
-        """The slot of the state at the lease's boundary, or `NO_SLOT`."""
+        """The device slot of the state at the lease's boundary, or `NO_SLOT`."""
         return lease.anchor.state
 
     def figures(self) -> TreeFigures:
         """The tree in numbers; costs the same at any size."""
+        host = self.host
+        if host is None:
+            return self._device_figures()
+        return msgspec.structs.replace(
+            self._device_figures(),
+            pages_leaving=host.pages_leaving,
+            states_leaving=host.states_leaving,
+            host_pages=host.pages + self.former.host_pages,
+            host_pages_pinned=host.pages_pinned + self.former.host_pages,
+            host_states=host.states + self.former.host_states,
+            host_states_pinned=host.states_pinned + self.former.host_states,
+            operations=len(self.operations),
+        )
+
+    def _device_figures(self) -> TreeFigures:
         return TreeFigures(
             generation=self.generation,
             namespaces=len(self.radix.roots),
@@ -122,12 +155,14 @@ class TreeCore:
         )
 
     def can_evict(self, pages: int, states: int) -> bool:
-        """Whether so much is cached that no lease protects."""
-        radix, leases = self.radix, self.leases
-        return (
-            pages <= radix.pages - leases.pages_protected
-            and states <= radix.states - leases.states_protected
-        )
+        """Whether so much is cached that nothing protects; under write-back it may take a copy."""
+        figures = self.figures()
+        return pages <= figures.pages_evictable and states <= figures.states_evictable
+
+    def can_evict_host(self, pages: int, states: int) -> bool:
+        """Whether so much is on the host that nothing needs there."""
+        figures = self.figures()
+        return pages <= figures.host_pages_evictable and states <= figures.host_states_evictable
 
     def check_lease(self, lease: Lease) -> None:
         """Raise `StaleHandle` unless the lease is live and of this generation."""
@@ -166,11 +201,15 @@ class TreeCore:
         known = (walk.offset + walk.inside) // TOKEN_BYTES
         anchor: Node | None = None
         branch: int | None = None
+        state_tier: StateTier = ""
         if self.has_states:
             usable = 0
             for node in reversed(walk.path):
                 if node.state:
-                    anchor, usable = node, node.end
+                    anchor, usable, state_tier = node, node.end, "device"
+                    break
+                if node.host is not None and node.host.state:
+                    anchor, usable, state_tier = node, node.end, "host"
                     break
             position = known // self.grid * self.grid
             if position > usable:
@@ -178,20 +217,34 @@ class TreeCore:
         else:
             anchor = walk.path[-1] if walk.path else None
             usable = known
+        device = usable if self.host is None else self._on_device(walk, usable)
         if self.ghosts.any and known < whole:
             past = self._recall(key, walk, whole * TOKEN_BYTES)
         else:
             past = NOTHING
         if past is NOTHING:
-            match = Match(key.length, looked_up, usable, usable, known, branch, self.page_size)
+            match = Match(
+                *(key.length, looked_up, usable, device, known, branch, self.page_size),
+                state_tier=state_tier,
+            )
             return Look(self.radix, self.radix.version, walk, anchor, match)
         evicted = past.evicted // TOKEN_BYTES
         forgotten = whole - known - evicted if past.forgotten else 0
         match = Match(
-            *(key.length, looked_up, usable, usable, known, branch, self.page_size),
-            *(evicted, forgotten, past.by, past.at),
+            *(key.length, looked_up, usable, device, known, branch, self.page_size),
+            *(evicted, forgotten, past.by, past.at, state_tier),
         )
         return Look(self.radix, self.radix.version, walk, anchor, match)
+
+    def _on_device(self, walk: Walk, usable: int) -> int:
+        """The deepest boundary of a walk that needs nothing from the host."""
+        partial = walk.partial
+        if not self.has_states and partial is not None and partial.page_ids:
+            return usable
+        for node in reversed(walk.path):
+            if node.state if self.has_states else node.page_ids:
+                return node.end
+        return 0
 
     def _recall(self, key: TokenKey, walk: Walk, stop: int) -> Remembered:
         """What is remembered of the key beyond the end of its walk."""

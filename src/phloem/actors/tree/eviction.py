@@ -232,15 +232,21 @@ class CandidateIndex:
 
 
 def kv_may_go(node: Node) -> bool:
-    """True when the node's KV may go now: no protection, nothing below, still in the tree."""
+    """True when the node's KV may leave the device: nothing protects it or is there below it."""
     return (
-        node.children is None
+        (node.children is None or len(node.children) == node.gone_children)
         and not node.leases
         and not node.protected_children
         and node.parent is not None
+        and (node.host is None or (node.page_ids != b"" and not node.host.leaving))
     )
 
 
 def state_may_go(node: Node) -> bool:
-    """True when the node's state may go now: no lease has taken it."""
-    return node.state != NO_SLOT and not node.state_leases and node.parent is not None
+    """True when the node's state may leave the device: no lease has taken it."""
+    return (
+        node.state != NO_SLOT
+        and not node.state_leases
+        and node.parent is not None
+        and (node.host is None or not node.host.state_leaving)
+    )

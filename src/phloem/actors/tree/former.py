@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
-from phloem.actors.actions import TREE, Action, FreeDeviceSlots, Ids
+from phloem.actors.actions import TREE, Action, FreeDeviceSlots, FreeHostSlots
+from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.leases import protected
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
 from phloem.actors.tree.radix import Radix
 
 __all__ = ["Former"]
+
+
+class _Freed:
+    """Places of nodes that were taken apart."""
+
+    def __init__(self) -> None:
+        self.pages, self.states = array("i"), array("i")
+        self.host_pages, self.host_states = array("i"), array("i")
+
+    def actions(self) -> Iterator[Action]:
+        """What gives them back: first the device's, then the host's."""
+        if self.pages:
+            yield FreeDeviceSlots("kv", self.pages, TREE)
+        if self.states:
+            yield FreeDeviceSlots("state", self.states, TREE)
+        if self.host_pages:
+            yield FreeHostSlots("kv", self.host_pages, TREE)
+        if self.host_states:
+            yield FreeHostSlots("state", self.host_states, TREE)
 
 
 class Former:
@@ -20,6 +41,9 @@ class Former:
         self.nodes = 0
         self.pages = 0
         self.states = 0
+        self.host_pages = 0
+        self.host_states = 0
+        self._owed: list[Action] = []
         # A depth-first walk, suspended: each node with the children that have to stay.
         self._frames: list[tuple[Node, dict[bytes, Node]]] = []
         self._released: list[Node] = []
@@ -27,14 +51,22 @@ class Former:
     @property
     def unfinished(self) -> bool:
         """True while `sweep` has something to do."""
-        return bool(self._frames or self._released)
+        return bool(self._frames or self._released or self._owed)
 
-    def take_over(self, radix: Radix) -> None:
-        """Take all that a generation which has just ended holds; `radix` starts empty."""
+    def take_over(self, radix: Radix, host: HostTier | None) -> None:
+        """Take all that a generation which has just ended holds; both start empty."""
+        if host is not None:
+            self.host_pages += host.pages
+            self.host_states += host.states
+            host.clear()
         self.nodes += radix.nodes
         self.pages += radix.pages
         self.states += radix.states
         self._frames.extend((root, {}) for root in radix.detach_roots())
+
+    def owe(self, actions: list[Action]) -> None:
+        """Carry these out with the next part that is taken apart."""
+        self._owed.extend(actions)
 
     def released(self, anchor: Node) -> None:
         """A lease of a former generation has ended at `anchor`."""
@@ -42,22 +74,19 @@ class Former:
 
     def sweep(self, limit: int) -> list[Action]:
         """Take apart up to `limit` nodes; their slots go back by action."""
-        pages, states = array("i"), array("i")
+        freed = _Freed()
         frames = self._frames
         while frames and limit > 0:
             limit -= 1
-            self._step(frames, pages, states)
+            self._step(frames, freed)
         while not frames and self._released and limit > 0:
             limit -= 1
-            self._upwards(self._released.pop(), pages, states)
-        actions: list[Action] = []
-        if pages:
-            actions.append(FreeDeviceSlots("kv", pages, TREE))
-        if states:
-            actions.append(FreeDeviceSlots("state", states, TREE))
+            self._upwards(self._released.pop(), freed)
+        actions, self._owed = self._owed, []
+        actions.extend(freed.actions())
         return actions
 
-    def _step(self, frames: list[tuple[Node, dict[bytes, Node]]], pages: Ids, states: Ids) -> None:
+    def _step(self, frames: list[tuple[Node, dict[bytes, Node]]], freed: _Freed) -> None:
         node, kept = frames[-1]
         if node.children:
             first, child = node.children.popitem()
@@ -66,7 +95,7 @@ class Former:
             elif protected(child):
                 kept[first] = child
             else:
-                self._take_apart(child, pages, states)
+                self._take_apart(child, freed)
             return
         node.children = kept or None
         frames.pop()
@@ -75,9 +104,9 @@ class Former:
         if kept or protected(node):
             frames[-1][1][node.edge[: self._page_bytes]] = node
         else:
-            self._take_apart(node, pages, states)
+            self._take_apart(node, freed)
 
-    def _upwards(self, node: Node, pages: Ids, states: Ids) -> None:
+    def _upwards(self, node: Node, freed: _Freed) -> None:
         """A former lease has ended: its path goes as far as nobody needs it."""
         while node.parent is not None and node.children is None and not protected(node):
             parent = node.parent
@@ -85,15 +114,22 @@ class Former:
             del parent.children[node.edge[: self._page_bytes]]
             if not parent.children:
                 parent.children = None
-            self._take_apart(node, pages, states)
+            self._take_apart(node, freed)
             node = parent
 
-    def _take_apart(self, node: Node, pages: Ids, states: Ids) -> None:
-        pages.frombytes(node.page_ids)
+    def _take_apart(self, node: Node, freed: _Freed) -> None:
         self.nodes -= 1
         self.pages -= node.page_count
+        freed.pages.frombytes(node.page_ids)
         if node.state != NO_SLOT:
-            states.append(node.state)
             self.states -= 1
+            freed.states.append(node.state)
+        part = node.host
+        if part is not None:
+            self.host_pages -= len(part.page_ids) // ID_BYTES
+            freed.host_pages.frombytes(part.page_ids)
+            if part.state != NO_SLOT:
+                self.host_states -= 1
+                freed.host_states.append(part.state)
         node.parent = None
         node.children = None

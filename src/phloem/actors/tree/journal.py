@@ -171,9 +171,9 @@ class JournaledTree(Tree):
         return walk.path[-1].id if walk.path else 0
 
     def _offer_state(
-        self, node: Node, state: int, owner: int, actions: Actions
+        self, node: Node, state: int, owner: int, actions: Actions, *, arrived: bool
     ) -> Literal["adopted", "duplicate", "none"]:
-        outcome = super()._offer_state(node, state, owner, actions)
+        outcome = super()._offer_state(node, state, owner, actions, arrived=arrived)
         if outcome == "adopted":
             self.journal.note(StatePut(node.id, state))
         return outcome

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
 from phloem.actors.tree.node import ID_BYTES, Node
 from phloem.actors.tree.placement import Refused, Wanted
@@ -43,6 +44,7 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     session: Session | None = None
     priority: int = 0
     keep_until: int = 0
+    load: int = 0  # the operation that it waits for, 0: none
 
     @property
     def boundary(self) -> int:
@@ -70,11 +72,14 @@ class Lease(msgspec.Struct, eq=False, gc=False):
 
 
 class Leases:
-    """The live leases, and the protection they give."""
+    """The live leases, and the protection they give, in all tiers."""
 
-    def __init__(self, kv_index: CandidateIndex, state_index: CandidateIndex) -> None:
+    def __init__(
+        self, kv_index: CandidateIndex, state_index: CandidateIndex, host: HostTier | None = None
+    ) -> None:
         self._kv_index = kv_index
         self._state_index = state_index
+        self._host = host
         self.live: dict[int, Lease] = {}
         self.owners: dict[str, int] = {}  # how many live leases on data, not on a root, each has
         self.pages_protected = 0
@@ -96,7 +101,7 @@ class Leases:
         return lease
 
     def end(self, lease: Lease, now: int, *, former: bool = False) -> None:
-        """End a live lease; its anchor counts as used at `now`.
+        """End a live lease; its anchor counts as used at `now`, unless that is 0.
 
         `former`: the lease is of an older generation, whose nodes are no candidates any more.
         """
@@ -107,23 +112,23 @@ class Leases:
         lease.live = False
         del self.live[lease.id]
         if lease.anchor.end:
-            others = self.owners[lease.owner] - 1
-            if others:
-                self.owners[lease.owner] = others
-            else:
-                del self.owners[lease.owner]
+            self._owns_less(lease.owner)
 
     def end_state(self, lease: Lease, now: int, *, former: bool = False) -> None:
         """Give up the state part of a live lease."""
         assert lease.live and lease.has_state
         lease.has_state = False
         anchor = lease.anchor
-        anchor.state_stamp = now
+        if now:
+            anchor.state_stamp = now
         anchor.state_leases -= 1
         assert anchor.state_leases >= 0
-        if anchor.state and not anchor.state_leases and not former:
-            self.states_protected -= 1
-            self._state_index.push(anchor)
+        if not anchor.state_leases and not former:
+            if anchor.state:
+                self.states_protected -= 1
+                self._state_index.push(anchor)
+            if anchor.host is not None and self._host is not None:
+                self._host.state_unprotected(anchor)
 
     def take_state(self, lease: Lease, *, former: bool = False) -> None:
         """Add the state part to a live lease that has none."""
@@ -142,6 +147,8 @@ class Leases:
         self._unprotect(lease.anchor, 0, former=False)
         if anchor.end and not lease.anchor.end:
             self.owners[lease.owner] = self.owners.get(lease.owner, 0) + 1
+        elif lease.anchor.end and not anchor.end:
+            self._owns_less(lease.owner)
         lease.anchor = anchor
         if with_state:
             lease.has_state = True
@@ -153,11 +160,29 @@ class Leases:
             self.states_protected += 1
         else:
             self._state_index.push(node)
+        if self._host is not None:
+            self._host.state_came(node)
+
+    def kv_appeared(self, node: Node) -> None:
+        """A node that was in the host tier only has KV on the device, too."""
+        if protected(node):
+            self.pages_protected += len(node.page_ids) // ID_BYTES
+        if self._host is not None:
+            self._host.kv_came(node, protected=protected(node))
+
+    def _owns_less(self, owner: str) -> None:
+        others = self.owners[owner] - 1
+        if others:
+            self.owners[owner] = others
+        else:
+            del self.owners[owner]
 
     def _protect(self, node: Node) -> None:
         node.leases += 1
         while node.leases + node.protected_children == 1:
             self.pages_protected += len(node.page_ids) // ID_BYTES
+            if node.host is not None and self._host is not None:
+                self._host.protected(node)
             parent = node.parent
             if parent is None:
                 return
@@ -175,8 +200,10 @@ class Leases:
                 return
             if not former:
                 self.pages_protected -= len(node.page_ids) // ID_BYTES
-                if node.children is None:
+                if node.children is None or node.gone_children:
                     self._kv_index.push(node)
+                if node.host is not None and self._host is not None:
+                    self._host.unprotected(node)
             if node.stamp > parent.stamp:
                 parent.stamp = node.stamp
             parent.protected_children -= 1
@@ -184,5 +211,8 @@ class Leases:
 
     def _protect_state(self, node: Node) -> None:
         node.state_leases += 1
-        if node.state and node.state_leases == 1:
-            self.states_protected += 1
+        if node.state_leases == 1:
+            if node.state:
+                self.states_protected += 1
+            if node.host is not None and self._host is not None:
+                self._host.state_protected(node)

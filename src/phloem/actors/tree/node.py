@@ -13,11 +13,60 @@ import msgspec
 
 from phloem.actors.actions import Ids
 
-__all__ = ["ID_BYTES", "NO_MARK", "NO_SLOT", "SPLIT_RULES", "Node"]
+__all__ = [
+    "HOST_SPLIT_RULES",
+    "ID_BYTES",
+    "NO_MARK",
+    "NO_SLOT",
+    "SPLIT_RULES",
+    "HostPart",
+    "Node",
+    "state_anywhere",
+]
 
 ID_BYTES = 4  # of a page id
 NO_MARK = -1  # no checksum of the prefix has been asked for yet
 NO_SLOT = 0  # slot 0 of a pool is never granted, so it can stand for "none"
+
+
+class HostPart(msgspec.Struct, gc=False, eq=False):
+    """What a node has to do with the host tier, for as long as it has.
+
+    `page_ids` and `state` are its copies there, `b""` and `NO_SLOT` when there are none. The other
+    numbers name the operations that bring data to the host (backups) or to the device (loads); 0:
+    none. `pins` counts the reasons why the node's host KV has to stay: each child whose host KV is
+    on its way or has to stay itself, and its own: it is the only copy and protected, or the device
+    copy is about to go.
+    """
+
+    page_ids: bytes = b""
+    state: int = NO_SLOT
+    kv_backup: int = 0
+    state_backup: int = 0
+    kv_load: int = 0
+    state_load: int = 0
+    leaving: bool = False  # its KV goes from the device once the copy has been made
+    state_leaving: bool = False
+    kv_children: int = 0  # children with KV on the host or on its way there
+    leaving_children: int = 0
+    pins: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing would be lost without it."""
+        return not (
+            self.page_ids
+            or self.state
+            or self.kv_backup
+            or self.state_backup
+            or self.kv_load
+            or self.state_load
+            or self.leaving
+            or self.state_leaving
+            or self.kv_children
+            or self.leaving_children
+            or self.pins
+        )
 
 
 class Node(msgspec.Struct, gc=False, eq=False):
@@ -25,7 +74,9 @@ class Node(msgspec.Struct, gc=False, eq=False):
 
     `end` is the token position at the end of the edge. `page_ids` are the device page ids along the
     edge, a 32-bit word for each page: bytes, which the garbage collector does not look at. `state`
-    is the device slot of the recurrent state that is true at exactly `end`, or `NO_SLOT`.
+    is the device slot of the recurrent state that is true at exactly `end`, or `NO_SLOT`. A node
+    whose KV is in the host tier only has no `page_ids`. KV is on the device along a top segment of
+    each path, and a state only where its KV is.
     """
 
     id: int
@@ -47,10 +98,12 @@ class Node(msgspec.Struct, gc=False, eq=False):
     protected_children: int = 0
     mark: int = NO_MARK  # namespace and checksum of the prefix up to the node's end
     queued: int = 0  # one bit for each candidate index that has an entry for the node
+    gone_children: int = 0  # children whose KV is not on the device, or is leaving it
+    host: HostPart | None = None
 
     @property
     def page_count(self) -> int:
-        """Pages that the node holds."""
+        """Device pages that the node holds."""
         return len(self.page_ids) // ID_BYTES
 
     @property
@@ -82,4 +135,24 @@ SPLIT_RULES: dict[str, str] = {
     "protected_children": "link",
     "mark": "lower",
     "queued": "lower",
+    "gone_children": "link",
+    "host": "link",
 }
+HOST_SPLIT_RULES: dict[str, str] = {
+    "page_ids": "divide",
+    "state": "lower",
+    "kv_backup": "copy",
+    "state_backup": "lower",
+    "kv_load": "copy",
+    "state_load": "lower",
+    "leaving": "copy",
+    "state_leaving": "lower",
+    "kv_children": "link",
+    "leaving_children": "link",
+    "pins": "link",
+}
+
+
+def state_anywhere(node: Node) -> bool:
+    """Whether a tier has the state at the node's end."""
+    return node.state != NO_SLOT or (node.host is not None and node.host.state != NO_SLOT)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
-from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, HostPart, Node
+from phloem.actors.tree.residency import check_change
 
 __all__ = ["MERGED_EDGE_BYTES_MAX", "Radix", "Walk"]
 
@@ -43,6 +44,9 @@ class Radix:
         self.pages = 0
         self.states = 0
         self.version = 0  # rises with every change of what a walk can find
+        # Told of the node, the new upper part and its pages when a node that the host tier has to
+        # do with is split.
+        self.on_split: Callable[[Node, Node, int], None] | None = None
         self._next_id = 0
         self._spaces: OrderedDict[RootName, int] = OrderedDict()
         self._next_space = 0
@@ -153,6 +157,8 @@ class Radix:
         upper.priority, upper.keep_until = node.priority, node.keep_until
         if node.leases or node.protected_children:
             upper.protected_children = 1
+        if node.host is not None:
+            self._split_part(node, node.host, upper, ids)
         node.edge = node.edge[inside:]
         node.page_ids = node.page_ids[ids:]
         node.parent = upper
@@ -160,6 +166,50 @@ class Radix:
         parent.children[first] = upper
         self.nodes += 1
         return upper
+
+    def _split_part(self, node: Node, part: HostPart, upper: Node, ids: int) -> None:
+        """Divide what the node has on the host, and what is under way over it."""
+        above = upper.host = HostPart(
+            page_ids=part.page_ids[:ids],
+            kv_backup=part.kv_backup,
+            kv_load=part.kv_load,
+            leaving=part.leaving,
+            kv_children=int(bool(part.page_ids) or part.kv_backup > 0),
+            leaving_children=int(part.leaving),
+        )
+        part.page_ids = part.page_ids[ids:]
+        upper.gone_children = int(part.leaving or not node.page_ids)
+        if above.page_ids:
+            only_copy = not node.page_ids and upper.protected_children > 0
+            above.pins = int(part.leaving or only_copy) + int(part.pins > 0)
+        else:
+            above.pins = int(part.kv_backup > 0)
+        if self.on_split is not None:
+            self.on_split(node, upper, ids // ID_BYTES)
+        if above.empty:
+            upper.host = None
+
+    def put_kv(self, node: Node, page_ids: bytes) -> None:
+        """Give a node whose KV was not on the device its pages there."""
+        check_change(node, "kv", "device", "present")
+        parent = node.parent
+        assert parent is not None and len(page_ids) * self.page_bytes == len(node.edge) * ID_BYTES
+        assert parent.parent is None or parent.page_ids, "KV on the device below KV that is not"
+        self.version += 1
+        node.page_ids = page_ids
+        parent.gone_children -= 1
+        self.pages += node.page_count
+
+    def take_kv(self, node: Node) -> array[int]:
+        """Take a node's device pages from it; it stays for what it has elsewhere."""
+        check_change(node, "kv", "device", "absent")
+        parent, taken = node.parent, node.pages
+        assert parent is not None and node.state == NO_SLOT
+        self.version += 1
+        node.page_ids = b""
+        parent.gone_children += 1
+        self.pages -= len(taken)
+        return taken
 
     def merge_into_child(self, node: Node) -> Node | None:
         """Undo a split where nothing tells the two parts apart; the merged node, or None.
@@ -174,12 +224,16 @@ class Radix:
         (child,) = children.values()
         if child.state or len(node.edge) + len(child.edge) > MERGED_EDGE_BYTES_MAX:
             return None
+        if (node.host is not None or child.host is not None) and not _equal_tiers(node, child):
+            return None
         if (node.priority, node.keep_until) != (child.priority, child.keep_until):
             return None
         assert parent.children is not None
         self.version += 1
         child.edge = node.edge + child.edge
         child.page_ids = node.page_ids + child.page_ids
+        if node.host is not None and child.host is not None:
+            child.host.page_ids = node.host.page_ids + child.host.page_ids
         child.parent = parent
         child.stamp = max(child.stamp, node.stamp)
         child.hits = max(child.hits, node.hits)
@@ -193,7 +247,10 @@ class Radix:
         parent = leaf.parent
         assert parent is not None and parent.children is not None and leaf.children is None
         self.version += 1
+        assert leaf.host is None
         del parent.children[leaf.edge[: self.page_bytes]]
+        if not leaf.page_ids:
+            parent.gone_children -= 1
         if not parent.children:
             parent.children = None
             if parent.parent is None:
@@ -243,3 +300,23 @@ class Radix:
                 yield node
             if node.children is not None:
                 stack.extend(node.children.values())
+
+
+def _equal_tiers(node: Node, child: Node) -> bool:
+    """Whether nothing but KV in the same tiers is in either node, and nothing is under way."""
+    above, below = node.host, child.host
+    return (
+        above is not None
+        and below is not None
+        and bool(above.page_ids) == bool(below.page_ids)
+        and bool(node.page_ids) == bool(child.page_ids)
+        and not any(
+            part.state
+            or part.kv_backup
+            or part.state_backup
+            or part.kv_load
+            or part.state_load
+            or part.leaving
+            for part in (above, below)
+        )
+    )

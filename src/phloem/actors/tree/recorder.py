@@ -16,6 +16,7 @@ from typing import cast
 import msgspec
 
 from phloem.actors.actions import EvictExcessPathStates
+from phloem.actors.tree.core import WritePolicy
 from phloem.actors.tree.keys import Namespace, TokenKey, Tokens
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.placement import Placement
@@ -43,6 +44,11 @@ RECORDED = (
     "insert_checked",
     "evict",
     "evict_excess",
+    "evict_host",
+    "plan",
+    "reserved",
+    "not_reserved",
+    "copied",
     "use_policy",
     "tick",
     "reset",
@@ -62,6 +68,8 @@ class _Header(msgspec.Struct, kw_only=True):
     policy: str
     placement: Placement
     enabled: bool
+    host: bool = False
+    write_policy: WritePolicy = "write_through"
 
 
 class _Key(msgspec.Struct, tag="key", kw_only=True):
@@ -101,6 +109,8 @@ class TreeRecorder:
                 policy=tree.policy.name,
                 placement=tree.placement,
                 enabled=tree.enabled,
+                host=tree.host is not None,
+                write_policy=tree.write_policy,
             )
         )
         for name in RECORDED:
@@ -173,6 +183,8 @@ def replay(lines: Iterable[bytes], make: Callable[..., Tree] = Tree) -> Tree:
         policy=header.policy,
         placement=header.placement,
         enabled=header.enabled,
+        host=header.host,
+        write_policy=header.write_policy,
     )
     keys: dict[int, TokenKey] = {}
     decode = msgspec.json.Decoder(_Key | _Call).decode
@@ -229,6 +241,7 @@ def _plain(result: object) -> object:
             "lease": result.id,
             "boundary": result.boundary,
             "state": result.anchor.state,
+            "load": result.load,
             "wanted": [list(wanted) for wanted in result.wanted],
             "refused": [list(refused) for refused in result.refused],
         }

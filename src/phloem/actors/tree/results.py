@@ -6,11 +6,22 @@ from typing import Literal
 
 import msgspec
 
-from phloem.actors.actions import Ids
+from phloem.actors.actions import Component, Ids, Tier
 
-__all__ = ["Evicted", "InsertResult", "Lost", "Match", "PagesChanged", "TreeFigures"]
+__all__ = [
+    "Ended",
+    "Evicted",
+    "InsertResult",
+    "Kept",
+    "Lost",
+    "Match",
+    "PagesChanged",
+    "StateTier",
+    "TreeFigures",
+]
 
 Lost = Literal["last_token", "partial_page", "never_seen", "evicted", "forgotten", "no_state"]
+StateTier = Literal["", "device", "host"]
 
 
 class Match(msgspec.Struct, frozen=True, gc=False):
@@ -21,6 +32,7 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     deepest grid position beyond `usable` at which a state would turn known KV into a hit. `evicted`
     tokens beyond `kv_prefix` were there and went, the first of them at use `evicted_at` of the tree
     to make room for `evicted_by`; `forgotten` ones were probably there, too long ago to say.
+    `state_tier`: where the state at `usable` is, the device if it is there, too.
     """
 
     tokens: int
@@ -34,6 +46,12 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     forgotten: int = 0
     evicted_by: str = ""
     evicted_at: int = 0
+    state_tier: StateTier = ""
+
+    @property
+    def host(self) -> int:
+        """Tokens that a load from the host adds to what the device can serve alone."""
+        return self.usable - self.device
 
     @property
     def lost(self) -> dict[Lost, int]:
@@ -60,6 +78,9 @@ class PagesChanged(msgspec.Struct, frozen=True, gc=False):
 class InsertResult(msgspec.Struct, frozen=True, gc=False):
     """What an insert did, in tokens: `reused` were there, `adopted` are the tree's from now on.
 
+    `published`: how far the tree goes now; less than what was offered where the rest is on its way
+    to the device already. Tokens may be both, if the tree had them on the host only. What is
+    neither adopted nor a duplicate remains the caller's.
     `pages_changed` lists the pages of the caller's table that gave way to the tree's own. `state`
     says what became of the offered slot; in no case does the caller own it any longer.
     """
@@ -72,14 +93,45 @@ class InsertResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class Evicted(msgspec.Struct, frozen=True, gc=False):
-    """What an eviction freed, in pages and state slots."""
+    """What an eviction freed, in pages and state slots, and what it promised.
+
+    Promised places are free when the copies that were planned for them have ended.
+    """
 
     pages: int
     states: int
+    pages_promised: int = 0
+    states_promised: int = 0
+
+
+class Kept(msgspec.Struct, frozen=True, gc=False):
+    """Places that are the tree's from now on; they were those of an operation's `account`."""
+
+    component: Component
+    tier: Tier
+    ids: Ids
+    account: int
+
+
+class Ended(msgspec.Struct, frozen=True, gc=False):
+    """What the end of an operation led to.
+
+    `operations`: those that have ended with it. `ready`: leases, by id, whose boundary is on the
+    device now. `moved`: leases whose boundary is another one, since their load failed or found no
+    room; those that wait for another load say so in `Lease.load`.
+    """
+
+    operations: tuple[int, ...]
+    kept: tuple[Kept, ...]
+    ready: tuple[int, ...]
+    moved: tuple[int, ...]
 
 
 class TreeFigures(msgspec.Struct, frozen=True, gc=False):
-    """The tree in numbers: nodes, leases, and what it holds, protects and could give."""
+    """The tree in numbers: nodes, leases, and what it holds, protects and could give.
+
+    `leaving` is on the device until it has been copied; `pinned` has to stay on the host.
+    """
 
     generation: int
     namespaces: int
@@ -90,13 +142,30 @@ class TreeFigures(msgspec.Struct, frozen=True, gc=False):
     pages_protected: int
     states: int
     states_protected: int
+    pages_leaving: int = 0
+    states_leaving: int = 0
+    host_pages: int = 0
+    host_pages_pinned: int = 0
+    host_states: int = 0
+    host_states_pinned: int = 0
+    operations: int = 0
 
     @property
     def pages_evictable(self) -> int:
-        """Pages that no lease protects."""
-        return self.pages - self.pages_protected
+        """Device pages that nothing protects and that are not leaving yet."""
+        return self.pages - self.pages_protected - self.pages_leaving
 
     @property
     def states_evictable(self) -> int:
-        """States that no lease protects."""
-        return self.states - self.states_protected
+        """Device states that nothing protects and that are not leaving yet."""
+        return self.states - self.states_protected - self.states_leaving
+
+    @property
+    def host_pages_evictable(self) -> int:
+        """Host pages that may go."""
+        return self.host_pages - self.host_pages_pinned
+
+    @property
+    def host_states_evictable(self) -> int:
+        """Host states that may go."""
+        return self.host_states - self.host_states_pinned

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import Node, state_anywhere
 from phloem.errors import InvalidRequest
 
 __all__ = ["Session", "Sessions"]
@@ -108,7 +108,7 @@ class Sessions:
         """The nearest boundary at or above `node`; None when that is the root."""
         at = node
         while at.parent is not None:
-            if at.state != NO_SLOT or not self._stateful:
+            if not self._stateful or state_anywhere(at):
                 return at
             at = at.parent
         return None

@@ -4,63 +4,241 @@ from __future__ import annotations
 
 from array import array
 
-from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots
-from phloem.actors.tree.core import Actions, TreeCore
+from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots, FreeHostSlots
+from phloem.actors.tree.backing import BackingTree
+from phloem.actors.tree.core import Actions
 from phloem.actors.tree.eviction import kv_may_go
 from phloem.actors.tree.ghosts import mark_of
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.host import HostTier, host_kv_may_go, part_of
+from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
 from phloem.actors.tree.policies import Policy, policy_named
 from phloem.actors.tree.results import Evicted
 from phloem.errors import InvalidRequest
 
-__all__ = ["SheddingTree"]
+__all__ = ["SheddingTree", "Tally"]
 
 
-class SheddingTree(TreeCore):
-    """A tree that can give up what it holds; `Tree` adds leases and inserts."""
+class Tally:
+    """What an eviction has brought so far, in all and of that by promise."""
+
+    def __init__(self, by: str) -> None:
+        self.by = by
+        self.actions: Actions = []
+        self.pages = 0
+        self.states = 0
+        self.pages_promised = 0
+        self.states_promised = 0
+        self.host_pages = array("i")
+        self.host_states = array("i")
+
+    def settle(self) -> None:
+        """Emit what gives the host's places back that were gathered."""
+        if self.host_pages:
+            self.actions.append(FreeHostSlots("kv", self.host_pages, TREE))
+            self.host_pages = array("i")
+        if self.host_states:
+            self.actions.append(FreeHostSlots("state", self.host_states, TREE))
+            self.host_states = array("i")
+
+
+class SheddingTree(BackingTree):
+    """A tree that can give up what it holds."""
 
     def evict(self, pages: int = 0, states: int = 0, by: str = "") -> tuple[Evicted, Actions]:
-        """Free at least so many pages and states if nothing protects them; the rest is not there.
+        """Free at least so many device pages and states, if nothing protects them.
 
-        One joint demand: a state that went with its leaf counts, and no more go than asked. `by`:
-        who needs the room, for those who will ask what became of their data.
+        One joint demand: a state that went with its leaf counts, and no more go than asked. What
+        the host has, or gets first under write-back, is only gone from the device. `by`: who needs
+        the room, for those who will ask what became of their data.
         """
         if pages < 0 or states < 0:
             raise InvalidRequest(f"evict of {pages} pages and {states} states")
-        actions: Actions = []
-        pages_gone = states_gone = 0
-        while pages_gone < pages:
+        gone = Tally(by)
+        while gone.pages < pages:
             popped = self.kv_index.pop()
             if popped is None:
                 break
             score, node = popped
             self.policy.evicted(score, self.now)
-            missing = pages - pages_gone
+            missing = pages - gone.pages
             if node.state == NO_SLOT and missing < node.page_count:
-                tail = node.edge[-missing * self.radix.page_bytes :]
-                actions.append(FreeDeviceSlots("kv", self.radix.cut_tail(node, missing), TREE))
-                self.ghosts.note(mark_of(node), tail, by, self.now)
-                self.kv_index.push(node)
-                pages_gone += missing
-                break
-            pages_gone += node.page_count
-            states_gone += node.state != NO_SLOT
-            self._drop_leaf(node, actions, by)
-        while states_gone < states:
+                self._lose_tail(node, missing, gone)
+            else:
+                self._lose_kv(node, gone)
+        while gone.states < states:
             popped = self.state_index.pop()
             if popped is None:
                 break
             score, node = popped
             self.policy.evicted(score, self.now)
-            states_gone += 1
             if kv_may_go(node):
-                pages_gone += node.page_count
-                self._drop_leaf(node, actions, by)
+                self._lose_kv(node, gone)
             else:
-                self._drop_state(node, actions)
+                self._lose_state(node, gone)
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
-        return Evicted(pages_gone, states_gone), actions
+        promised = gone.pages_promised, gone.states_promised
+        return Evicted(gone.pages - promised[0], gone.states - promised[1], *promised), gone.actions
+
+    # -- victims -------------------------------------------------------------------------------
+
+    def _lose_tail(self, node: Node, count: int, gone: Tally) -> None:
+        """A stateless node loses its last pages on the device; the rest may go later."""
+        part = node.host
+        write_back = self.host is not None and self.write_policy == "write_back"
+        if node.children is None and not write_back and (part is None or not part.page_ids):
+            self._forget_plans(node, gone.actions)
+            tail = node.edge[-count * self.radix.page_bytes :]
+            cut = self.radix.cut_tail(node, count)
+            gone.actions.append(FreeDeviceSlots("kv", cut, TREE))
+            self.ghosts.note(mark_of(node), tail, gone.by, self.now)
+            self.kv_index.push(node)
+            gone.pages += count
+        else:
+            upper = self.radix.split(node, (node.page_count - count) * self.radix.page_bytes)
+            self._lose_kv(node, gone)
+            self.kv_index.push(upper)
+
+    def _lose_kv(self, node: Node, gone: Tally) -> None:
+        """A node loses its device KV with its state: to the host where possible, else for good."""
+        host = self.host
+        if host is None:
+            gone.pages += node.page_count
+            gone.states += node.state != NO_SLOT
+            self._drop_leaf(node, gone.actions, gone.by)
+        elif self.write_policy == "write_back" and (
+            self._lacks_copy(node) or part_of(node).leaving_children
+        ):
+            self._copy_first(host, node, gone)
+        else:
+            self._lose_for_good(host, node, gone)
+
+    def _lose_for_good(self, host: HostTier, node: Node, gone: Tally) -> None:
+        """A node loses its device KV now; what the host lacks of it is lost."""
+        gone.pages += node.page_count
+        gone.states += node.state != NO_SLOT
+        self._forget_plans(node, gone.actions)
+        if node.host is not None and node.host.page_ids:
+            self._demote(host, node, gone.actions)
+        else:
+            self._drop_below(host, node, gone)
+            self._drop_leaf(node, gone.actions, gone.by)
+            gone.settle()
+
+    def _lose_state(self, node: Node, gone: Tally) -> None:
+        host, part = self.host, node.host
+        gone.states += 1
+        if (
+            host is not None
+            and self.write_policy == "write_back"
+            and (part is None or not part.state)
+        ):
+            self._plan_backup(host, node, gone.actions, state_only=True)
+            host.leave_state(node)
+            gone.states_promised += 1
+            return
+        self._forget_plans(node, gone.actions, state_only=True)
+        self._drop_state(node, gone.actions)
+
+    def _lacks_copy(self, node: Node) -> bool:
+        """Whether the host lacks something that the node has on the device."""
+        part = node.host
+        return (
+            part is None or not part.page_ids or (node.state != NO_SLOT and part.state == NO_SLOT)
+        )
+
+    def _copy_first(self, host: HostTier, node: Node, gone: Tally) -> None:
+        """A node's device data go once the host has them; the copy may be under way already."""
+        self._plan_backup(host, node, gone.actions)
+        host.leave(node)
+        gone.pages += node.page_count
+        gone.pages_promised += node.page_count
+        if node.state != NO_SLOT and not part_of(node).state_leaving:
+            host.leave_state(node)
+            gone.states += 1
+            gone.states_promised += 1
+        parent = node.parent
+        assert parent is not None
+        if kv_may_go(parent):
+            self.kv_index.push(parent)
+
+    def _left(self, node: Node, actions: Actions) -> None:
+        """What was leaving goes if its copies have been made and nothing is left below it."""
+        host = self.host
+        assert host is not None
+        at: Node | None = node
+        while at is not None:
+            part, above = at.host, at.parent
+            if part is None or above is None:
+                return
+            below = at.children is None or (
+                len(at.children) == at.gone_children and not part.leaving_children
+            )
+            if part.leaving and below and not self._lacks_copy(at):
+                self._demote(host, at, actions)
+            elif part.state_leaving and not part.leaving and part.state:
+                self._drop_state(at, actions)
+                return
+            else:
+                return
+            at = above
+
+    def _demote(self, host: HostTier, node: Node, actions: Actions) -> None:
+        """The device loses what it has of a node; its KV is on the host."""
+        part = part_of(node)
+        if part.leaving:
+            host.stay(node)
+        if part.state_leaving:
+            host.stay_state(node)
+        state = NO_SLOT
+        if node.state != NO_SLOT:
+            if node.sessions and part.state == NO_SLOT:
+                self._recede(node)
+            state = self.radix.take_state(node)
+        actions.append(FreeDeviceSlots("kv", self.radix.take_kv(node), TREE))
+        if state != NO_SLOT:
+            actions.append(FreeDeviceSlots("state", array("i", (state,)), TREE))
+        host.kv_gone(node)
+        parent = node.parent
+        assert parent is not None
+        self.radix.merge_into_child(node)
+        if kv_may_go(parent):
+            self.kv_index.push(parent)
+
+    def _drop_below(self, host: HostTier, node: Node, gone: Tally) -> None:
+        """The host-only descendants of a node go, and its own part on the host."""
+        waiting = [node]
+        order: list[Node] = []
+        while waiting:
+            each = waiting.pop()
+            order.append(each)
+            waiting.extend(each.children.values() if each.children is not None else ())
+        for each in reversed(order):
+            self._strip(host, each, gone)
+            if each is not node:
+                if each.sessions:
+                    self.sessions.recede(each)
+                parent = self.radix.remove(each)
+                self.ghosts.note(mark_of(parent), each.edge, gone.by, self.now, each.mark)
+
+    def _strip(self, host: HostTier, node: Node, gone: Tally) -> None:
+        """A node's copies on the host go."""
+        part = node.host
+        if part is None:
+            return
+        self.radix.version += 1
+        if part.state != NO_SLOT:
+            gone.host_states.append(host.take_state(node))
+        if part.page_ids:
+            gone.host_pages.frombytes(host.take_kv(node))
+
+    def _forget_plans(self, node: Node, actions: Actions, *, state_only: bool = False) -> None:
+        """A backup that is planned keeps no victim: it is cancelled."""
+        for component, _, operation in list(self.operations.over(node)):
+            if (
+                component == "state" or not state_only
+            ) and operation.number in self.operations.live:
+                actions.extend(self._abandon(operation)[1])
 
     def _drop_leaf(self, leaf: Node, actions: Actions, by: str) -> None:
         if leaf.sessions:
@@ -68,29 +246,41 @@ class SheddingTree(TreeCore):
         actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
         if leaf.state != NO_SLOT:
             actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
+        self._remove_leaf(leaf, by, actions)
+
+    def _remove_leaf(self, leaf: Node, by: str, actions: Actions) -> None:
         stamp = leaf.stamp
         parent = self.radix.remove(leaf)
         self.ghosts.note(mark_of(parent), leaf.edge, by, self.now, leaf.mark)
         if stamp > parent.stamp:
             parent.stamp = stamp
-        self._after_loss_below(parent)
+        self._after_loss_below(parent, actions)
 
-    def _after_loss_below(self, parent: Node) -> None:
+    def _after_loss_below(self, parent: Node, actions: Actions) -> None:
         """A child of `parent` has gone: it may be a candidate, a chain, or an empty root now."""
         if parent.parent is None:
             self.radix.drop_root_if_empty(parent)
-        elif parent.children is None:
-            if kv_may_go(parent):
-                self.kv_index.push(parent)
-        else:
+            return
+        if parent.host is not None and parent.host.leaving:
+            self._left(parent, actions)
+        elif kv_may_go(parent):
+            self.kv_index.push(parent)
+        if parent.children is not None:
             self.radix.merge_into_child(parent)
 
+    def _recede(self, node: Node) -> None:
+        """Who stands on the node's state, which is about to go, goes to the next one above."""
+        state, node.state = node.state, NO_SLOT
+        self.sessions.recede(node)
+        node.state = state
+
     def _drop_state(self, node: Node, actions: Actions) -> None:
-        """The state goes, the KV stays."""
-        if node.sessions:
-            node_state, node.state = node.state, NO_SLOT
-            self.sessions.recede(node)
-            node.state = node_state
+        """The device state goes, the KV stays."""
+        part = node.host
+        if part is not None and part.state_leaving and self.host is not None:
+            self.host.stay_state(node)
+        if node.sessions and (part is None or part.state == NO_SLOT):
+            self._recede(node)
         slot = self.radix.take_state(node)
         actions.append(FreeDeviceSlots("state", array("i", (slot,)), TREE))
         parent = node.parent
@@ -99,6 +289,62 @@ class SheddingTree(TreeCore):
             self.radix.merge_into_child(parent)
         if merged is None and kv_may_go(node):
             self.kv_index.push(node)
+
+    # -- the host tier -------------------------------------------------------------------------
+
+    def evict_host(self, pages: int = 0, states: int = 0, by: str = "") -> tuple[Evicted, Actions]:
+        """Free at least so many host pages and states if nothing needs them there.
+
+        Copies of what is on the device go first. What was on the host only is gone for good.
+        """
+        if pages < 0 or states < 0:
+            raise InvalidRequest(f"evict of {pages} host pages and {states} host states")
+        gone, host = Tally(by), self.host
+        if host is None:
+            return Evicted(0, 0), gone.actions
+        while gone.pages < pages:
+            popped = host.kv_index.pop()
+            if popped is None:
+                break
+            node = popped[1]
+            part = part_of(node)
+            spare = len(part.page_ids) // ID_BYTES - (pages - gone.pages)
+            if spare > 0 and not node.page_ids and part.state == NO_SLOT:
+                self.radix.split(node, spare * self.radix.page_bytes)  # the tail is enough
+            self._lose_copy(host, node, gone)
+        while gone.states < states:
+            popped = host.state_index.pop()
+            if popped is None:
+                break
+            node = popped[1]
+            if not node.page_ids and host_kv_may_go(node):
+                self._lose_copy(host, node, gone)
+                continue
+            gone.states += 1
+            if node.sessions and node.state == NO_SLOT:
+                self._recede(node)
+            self.radix.version += 1
+            gone.host_states.append(host.take_state(node))
+            above = node.parent
+            self.radix.merge_into_child(node)
+            if above is not None:
+                self.radix.merge_into_child(above)
+        gone.settle()
+        host.shrink(self.radix.nodes)
+        return Evicted(gone.pages, gone.states), gone.actions
+
+    def _lose_copy(self, host: HostTier, node: Node, gone: Tally) -> None:
+        """A node's host KV goes; if it was the only copy, the node goes with all it has."""
+        part = part_of(node)
+        gone.pages += len(part.page_ids) // ID_BYTES
+        if node.page_ids:
+            gone.host_pages.frombytes(host.take_kv(node))
+            return
+        gone.states += part.state != NO_SLOT
+        if node.sessions:
+            self.sessions.recede(node)
+        self._strip(host, node, gone)
+        self._remove_leaf(node, gone.by, gone.actions)
 
     def use_policy(self, policy: str | Policy) -> None:
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
@@ -149,7 +395,10 @@ class SheddingTree(TreeCore):
             if gone >= excess:
                 break
             fork = candidate.children is not None and len(candidate.children) > 1
-            if not fork and not candidate.state_leases:
+            backup = 0 if candidate.host is None else candidate.host.state_backup
+            if backup:
+                self.operations.live[backup].spared.append(node)  # and looked at again at its end
+            elif not fork and not candidate.state_leases:
                 self._drop_state(candidate, actions)
                 gone += 1
         return Evicted(0, gone), actions
@@ -157,7 +406,8 @@ class SheddingTree(TreeCore):
     def reset(self) -> None:
         """Start a new generation, empty. `sweep` gives back what the former one held."""
         self.generation += 1
-        self.former.take_over(self.radix)
+        self._forget_operations()
+        self.former.take_over(self.radix, self.host)
         self.leases.pages_protected = self.leases.states_protected = 0
         self.kv_index.clear()
         self.state_index.clear()
@@ -165,6 +415,22 @@ class SheddingTree(TreeCore):
         self.running.clear()
         self.sessions.forget()
         self.ghosts.clear()
+
+    def _forget_operations(self) -> None:
+        """Plans are dropped; what is being copied keeps its targets and its hold until its end."""
+        for operation in list(self.operations):
+            for lease in operation.waiters.values():
+                lease.load = 0
+            operation.waiters.clear()
+            operation.pieces.clear()
+            operation.state_node = None
+            if operation.phase == "planned":
+                self.operations.end(operation)
+                self._let_go(operation)
+            elif operation.outcome is not None:
+                actions: Actions = []
+                self._give_back(operation, actions)
+                self.former.owe(actions)
 
     def sweep(self, limit: int = 1024) -> tuple[bool, Actions]:
         """Take apart up to `limit` nodes of former generations; True while more remain.

@@ -14,18 +14,19 @@ from phloem.actors.actions import TREE, FreeDeviceSlots, Ids
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.eviction import kv_may_go
 from phloem.actors.tree.ghosts import mark_of
+from phloem.actors.tree.host import part_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease
+from phloem.actors.tree.loading import LoadingTree
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.placement import Refusal, Wanted, choose_positions, end_of_response
 from phloem.actors.tree.results import Evicted, InsertResult, Match, PagesChanged, TreeFigures
-from phloem.actors.tree.shedding import SheddingTree
 from phloem.errors import InvalidRequest, StaleHandle
 
 __all__ = ["Actions", "Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
 
 
-class Tree(SheddingTree):
+class Tree(LoadingTree):
     """The radix tree with its leases and candidate indexes.
 
     `state_chunk` is the model's own chunk of positions at which a state may be kept; with pages it
@@ -38,6 +39,7 @@ class Tree(SheddingTree):
         """Lease the deepest boundary within the first `limit` tokens (all by default).
 
         Splits an edge only when the boundary lies inside it, which needs a model without states.
+        With a host tier the boundary may be on the host: `plan` then says what brings it here.
         """
         key = TokenKey.of(tokens)
         look = self._look(key, limit)
@@ -171,7 +173,10 @@ class Tree(SheddingTree):
         It does not take the state: the fork has a private copy of its own.
         """
         self.check_lease(lease)
-        return self.leases.take(lease.anchor, lease.key, owner, self.generation, with_state=False)
+        fork = self.leases.take(lease.anchor, lease.key, owner, self.generation, with_state=False)
+        if lease.load:
+            self._wait(fork, self.operations.live[lease.load])
+        return fork
 
     def advance(self, lease: Lease, *, beyond: int, limit: int) -> Match:
         """Move a lease to a boundary deeper than `beyond`, if others have published one.
@@ -191,6 +196,8 @@ class Tree(SheddingTree):
         if anchor is None or anchor.end < match.usable:
             assert walk.partial is not None and not self.has_states
             anchor = self.radix.split(walk.partial, walk.inside)
+        if lease.load:
+            self._leave_load(lease)
         self.now += 1
         self.leases.move(lease, anchor, self.now, with_state=self.has_states)
         lease.wanted = [wanted for wanted in lease.wanted if wanted.position > match.usable]
@@ -202,6 +209,8 @@ class Tree(SheddingTree):
         self.now += 1
         if lease.running_at is not None:
             self.running.leave(lease, ended=True)
+        if lease.load:
+            self._leave_load(lease)
         anchor = lease.anchor
         former = lease.generation != self.generation
         self.leases.end(lease, self.now, former=former)
@@ -241,6 +250,8 @@ class Tree(SheddingTree):
                 raise InvalidRequest(f"{lease} is of namespace {lease.root}, the key of {key.root}")
             if not lease.leads_into(key):
                 raise InvalidRequest(f"the key does not continue the path of {lease}")
+            if lease.load or (start and not lease.anchor.page_ids):
+                raise InvalidRequest(f"the boundary of {lease} is not on the device yet")
         whole = length // self.page_size * self.page_size
         if whole < start:
             raise InvalidRequest(f"insert of {length} tokens ends before the lease's {start}")
@@ -301,13 +312,18 @@ class Tree(SheddingTree):
         node = lease.anchor if lease is not None else self.radix.root(key.root)
         self.now += 1
         node, offset, changed = self._walk_for_insert(key, node, start, stop)
-        reused = offset // TOKEN_BYTES
-        taken = (reused - start) // self.page_size  # pages of the caller that are duplicates
+        present = offset // TOKEN_BYTES
+        taken = (present - start) // self.page_size  # pages of the caller that are duplicates
         actions: Actions = []
         if taken and swap:
             actions.append(FreeDeviceSlots("kv", pages[:taken], owner))
+        own = pages[taken:] if taken else pages
+        offered = stop
+        if self.host is not None and offset < stop:
+            node, offset, stop, own = self._walk_on_host(key, node, offset, stop, own)
+        reused = offset // TOKEN_BYTES
         if offset < stop:
-            node = self._grow(node, key.data[offset:stop], pages[taken:] if taken else pages)
+            node = self._grow(node, key.data[offset:stop], own)
         former: Node | None = None
         if lease is not None:
             former = lease.anchor
@@ -319,17 +335,20 @@ class Tree(SheddingTree):
             self.kv_index.push(node)
         if priority:
             self._prefer(node, priority, 0)
-        outcome = self._offer_state(node, state, owner, actions)
+        outcome = self._offer_state(node, state, owner, actions, arrived=stop == offered)
         if former is not None and former is not node and former.state == NO_SLOT:
             self.radix.merge_into_child(former)
+        if node.parent is not None:
+            self._plan_backups(node.parent, actions)
         if self.placement.max_states_per_path is not None:
             self._name_excess(node, actions)
+        self._plan_backups(node, actions)
         end = stop // TOKEN_BYTES
         return (
             InsertResult(
                 reused=reused,
                 published=end,
-                adopted=((reused, end),) if end > reused else (),
+                adopted=((present, end),) if end > present else (),
                 state=outcome,
                 pages_changed=tuple(changed) if swap else (),
             ),
@@ -357,6 +376,10 @@ class Tree(SheddingTree):
             child = node.children.get(data[offset : offset + page_bytes])
             if child is None:
                 break
+            if child.host is not None and self.host is not None:
+                if not child.page_ids:
+                    break
+                self.host.keep(child)
             edge = child.edge
             if offset + len(edge) > stop or not data.startswith(edge, offset):
                 inside = common_bytes(data, offset, stop, edge, page_bytes)
@@ -368,6 +391,34 @@ class Tree(SheddingTree):
             node = child
         return node, offset, changed
 
+    def _walk_on_host(
+        self, key: TokenKey, node: Node, offset: int, stop: int, pages: Ids
+    ) -> tuple[Node, int, int, Ids]:
+        """Go on along nodes whose KV is on the host only: they adopt the caller's pages.
+
+        Before a node whose KV is on its way to the device the insert stops. Returns the last node,
+        how far it leads, where the insert stops, and the pages that are left.
+        """
+        data, page_bytes = key.data, self.radix.page_bytes
+        while offset < stop and node.children is not None:
+            child = node.children.get(data[offset : offset + page_bytes])
+            if child is None:
+                break
+            if part_of(child).kv_load:
+                return node, offset, offset, pages[:0]
+            if offset + len(child.edge) > stop or not data.startswith(child.edge, offset):
+                inside = common_bytes(data, offset, stop, child.edge, page_bytes)
+                child = self.radix.split(child, inside)
+            count = len(child.edge) // page_bytes
+            self.radix.put_kv(child, pages[:count].tobytes())
+            self.leases.kv_appeared(child)
+            pages = pages[count:]
+            offset += len(child.edge)
+            child.stamp = self.now
+            child.hits += 1
+            node = child
+        return node, offset, stop, pages
+
     def _grow(self, parent: Node, edge: bytes, pages: Ids) -> Node:
         if self.ghosts.any:
             self.ghosts.revived(mark_of(parent), edge)
@@ -376,12 +427,14 @@ class Tree(SheddingTree):
         return leaf
 
     def _offer_state(
-        self, node: Node, state: int, owner: int, actions: Actions
+        self, node: Node, state: int, owner: int, actions: Actions, *, arrived: bool
     ) -> Literal["adopted", "duplicate", "none"]:
+        """`arrived`: the insert came as far as the state's position."""
         if state == NO_SLOT:
             return "none"
-        node.state_stamp = self.now
-        if node.state != NO_SLOT:
+        if arrived:
+            node.state_stamp = self.now
+        if node.state != NO_SLOT or not arrived or (node.host and node.host.state_load):
             actions.append(FreeDeviceSlots("state", array("i", (state,)), owner))
             return "duplicate"
         self.radix.put_state(node, state)

@@ -1,0 +1,335 @@
+"""Operations through their life: loads are planned, rooms are answered, copies end."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from phloem.actors.actions import (
+    BackupToHost,
+    EvictExcessPathStates,
+    FreeDeviceSlots,
+    FreeHostSlots,
+    Ids,
+    LoadToDevice,
+    Places,
+    Reserve,
+)
+from phloem.actors.tree.core import Actions
+from phloem.actors.tree.eviction import kv_may_go, state_may_go
+from phloem.actors.tree.host import part_of
+from phloem.actors.tree.keys import TokenKey
+from phloem.actors.tree.leases import Lease
+from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.operations import Operation
+from phloem.actors.tree.residency import check_change
+from phloem.actors.tree.results import Ended, Kept
+from phloem.actors.tree.shedding import SheddingTree, Tally
+from phloem.errors import InvalidRequest
+
+__all__ = ["LoadingTree"]
+
+_NO_KEY = TokenKey(b"")
+
+
+class _Ending(NamedTuple):
+    """What the end of an operation leads to, gathered on the way."""
+
+    operations: list[int]
+    kept: list[Kept]
+    ready: list[int]
+    waited: list[Lease]  # in vain
+    actions: Actions
+
+
+class LoadingTree(SheddingTree):
+    """A tree whose operations are carried out; `Tree` adds leases and inserts."""
+
+    def plan(self, lease: Lease) -> tuple[int, Actions]:
+        """What a lease that has just been taken or moved leads to in the tiers.
+
+        The load of what its boundary lacks on the device, which joins what is on its way already;
+        then the backups that are due on its path. Returns the operation that the lease waits for
+        (`Lease.load`; 0: it stands on the device), which also waits for those that it requires.
+        """
+        self.check_lease(lease)
+        actions: Actions = []
+        if self.host is not None:
+            if not lease.load:
+                self._plan_load(lease, actions)
+            self._plan_backups(lease.anchor, actions)
+        return lease.load, actions
+
+    def _plan_load(self, lease: Lease, actions: Actions) -> None:
+        anchor = lease.anchor
+        missing: list[Node] = []
+        at = anchor
+        while at.parent is not None and not at.page_ids and not part_of(at).kv_load:
+            missing.append(at)
+            at = at.parent
+        requires = 0 if at.host is None else at.host.kv_load
+        part = anchor.host
+        if part is None:
+            return  # everything is on the device
+        state = lease.has_state and anchor.state == NO_SLOT and part.state != NO_SLOT
+        if state and part.state_load:
+            self._wait(lease, self.operations.live[part.state_load])
+        elif missing or state:
+            operation = self.operations.plan("load", self.generation, requires)
+            for node in reversed(missing):
+                check_change(node, "kv", "device", "arriving")
+                operation.add(node, len(node.edge) // self.radix.page_bytes)
+                part_of(node).kv_load = operation.number
+            if state:
+                check_change(anchor, "state", "device", "arriving")
+                operation.state_node = anchor
+                part.state_load = operation.number
+            operation.hold = self._hold(operation, anchor)
+            self._wait(lease, operation)
+            pages, states = operation.pages, operation.states
+            actions.append(Reserve(operation.number, "device", pages, states))
+        elif requires:
+            self._wait(lease, self.operations.live[requires])
+
+    def _wait(self, lease: Lease, operation: Operation) -> None:
+        lease.load = operation.number
+        operation.waiters[lease.id] = lease
+
+    def _hold(self, operation: Operation, anchor: Node) -> Lease:
+        """Protect what an operation reads, and the path to it."""
+        with_state = operation.state_node is anchor
+        owner = f"op {operation.number}"
+        return self.leases.take(anchor, _NO_KEY, owner, self.generation, with_state=with_state)
+
+    def _leave_load(self, lease: Lease) -> None:
+        """A lease waits no longer. A load that nobody waits for is dropped, unless it is copied."""
+        operation = self.operations.live.get(lease.load)
+        lease.load = 0
+        if operation is not None:
+            operation.waiters.pop(lease.id, None)
+        while (
+            operation is not None
+            and operation.phase == "planned"
+            and not operation.waiters
+            and not operation.dependants
+        ):
+            above = self.operations.live.get(operation.requires)
+            self._abandon(operation)
+            operation = above
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def reserved(self, number: int, account: int, pages: Ids, states: Ids) -> Actions:
+        """The room that an operation asked for, owned by `account` until its copy has ended.
+
+        Returns its copy, or what gives the room back when it is not wanted any more.
+        """
+        tier = self.operations.dropped.pop(number, None)
+        if tier is not None:
+            free = FreeHostSlots if tier == "host" else FreeDeviceSlots
+            back: Actions = []
+            if pages:
+                back.append(free("kv", pages, account))
+            if states:
+                back.append(free("state", states, account))
+            return back
+        operation = self._operation(number)
+        if len(pages) != operation.pages or len(states) != operation.states:
+            raise InvalidRequest(f"{operation} was given {len(pages)} pages, {len(states)} states")
+        operation.step("reserved")
+        operation.account, operation.page_ids = account, pages
+        if states:
+            operation.slot = states[0]
+        if operation.kind == "backup":
+            self._hold_source(operation)
+        operation.step("submitted")
+        items = self._items(operation)
+        copy = BackupToHost if operation.kind == "backup" else LoadToDevice
+        return [copy(number, items)]
+
+    def _hold_source(self, operation: Operation) -> None:
+        """Protect what a backup reads, unless it is to go: then whoever uses it keeps it."""
+        node = operation.state_node
+        if node is None:
+            node = operation.top_down()[-1].node
+        part = part_of(node)
+        if not part.leaving and not part.state_leaving:
+            operation.hold = self._hold(operation, node)
+
+    def _items(self, operation: Operation) -> tuple[Places, ...]:
+        backup = operation.kind == "backup"
+        items: list[Places] = []
+        if operation.pages:
+            runs = [
+                piece.node.page_ids if backup else part_of(piece.node).page_ids
+                for piece in operation.top_down()
+            ]
+            items.append(Places("kv", array("i", b"".join(runs)), operation.page_ids))
+        node = operation.state_node
+        if node is not None:
+            source = node.state if backup else part_of(node).state
+            items.append(Places("state", array("i", (source,)), array("i", (operation.slot,))))
+        return tuple(items)
+
+    def not_reserved(self, number: int) -> tuple[Ended, Actions]:
+        """There is no room for an operation.
+
+        Leases that wait for a load move up to the deepest boundary that needs none. What was to
+        leave the device behind a backup goes without.
+        """
+        end = _Ending([], [], [], [], [])
+        if self.operations.dropped.pop(number, None) is None:
+            operation = self._operation(number)
+            self._fail(operation, end, answered=True)
+        return self._concluded(end)
+
+    def copied(self, number: int, ok: bool, *, pages_ok: int = 0) -> tuple[Ended, Actions]:
+        """The copy of an operation has ended; if it failed, its first `pages_ok` pages are good.
+
+        What has arrived is visible from now on, unless what comes before it is still on its way.
+        """
+        operation = self._operation(number)
+        end = _Ending([], [], [], [], [])
+        if operation.generation != self.generation or not (
+            operation.pieces or operation.state_node
+        ):
+            end.operations.append(number)
+            self._give_back(operation, end.actions)
+            return self._concluded(end)
+        operation.outcome = operation.pages if ok else min(pages_ok, operation.pages)
+        operation.good = ok
+        ready = [operation] if operation.requires not in self.operations.live else []
+        while ready:
+            each = ready.pop()
+            if each.good:
+                following = [self.operations.live[one] for one in each.dependants]
+                ready.extend(one for one in reversed(following) if one.outcome is not None)
+                self._publish(each, end)
+            else:
+                self._publish_some(each, end)
+        return self._concluded(end)
+
+    def _operation(self, number: int) -> Operation:
+        operation = self.operations.live.get(number)
+        if operation is None:
+            raise InvalidRequest(f"operation {number} has ended or never was")
+        return operation
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def _publish(self, operation: Operation, end: _Ending) -> None:
+        """All that an operation brought is there."""
+        pieces, node = operation.top_down(), operation.state_node
+        backup = operation.kind == "backup"
+        for piece in pieces:
+            self._put_kv(operation, piece.node, operation.ids_of(piece))
+        if operation.pages:
+            end.kept.append(Kept("kv", operation.target, operation.page_ids, operation.account))
+        if node is not None:
+            self._put_state(operation, node)
+            slots = array("i", (operation.slot,))
+            end.kept.append(Kept("state", operation.target, slots, operation.account))
+            operation.slot = NO_SLOT
+        for lease in operation.waiters.values():
+            lease.load = 0
+            end.ready.append(lease.id)
+        end.operations.append(operation.number)
+        self._give_back(operation, end.actions, operation.pages)
+        if backup:
+            for piece in reversed(pieces):
+                self._left(piece.node, end.actions)
+            if node is not None and not pieces:
+                self._left(node, end.actions)
+        for tail in operation.spared:
+            if tail.parent is not None:
+                self._named[tail.id] = tail
+                end.actions.append(EvictExcessPathStates(tail.id, self.generation))
+
+    def _put_kv(self, operation: Operation, node: Node, page_ids: bytes) -> None:
+        assert self.host is not None
+        if operation.kind == "backup":
+            self.host.put_kv(node, page_ids)
+        else:
+            self.radix.put_kv(node, page_ids)
+            part_of(node).kv_load = 0
+            self.leases.kv_appeared(node)
+
+    def _put_state(self, operation: Operation, node: Node) -> None:
+        assert self.host is not None
+        if operation.kind == "backup":
+            self.host.put_state(node, operation.slot)
+        else:
+            check_change(node, "state", "device", "present")
+            self.radix.put_state(node, operation.slot)
+            part_of(node).state_load = 0
+            self.leases.state_appeared(node)
+
+    def _publish_some(self, operation: Operation, end: _Ending) -> None:
+        """A copy has failed: leading pages of a load that are good are kept, the rest is not."""
+        good = operation.outcome if operation.kind == "load" else 0
+        assert good is not None
+        for node, first, count in operation.top_down():
+            if first >= good:
+                break
+            at = node
+            if first + count > good:
+                at = self.radix.split(node, (good - first) * self.radix.page_bytes)
+            piece = operation.pieces.pop(at.id)
+            self._put_kv(operation, at, operation.ids_of(piece))
+        if good:
+            taken = operation.page_ids[:good]
+            end.kept.append(Kept("kv", "device", taken, operation.account))
+            operation.page_ids = operation.page_ids[good:]
+        self._fail(operation, end)
+
+    def _fail(self, operation: Operation, end: _Ending, *, answered: bool = False) -> None:
+        """Nothing more of an operation is published; what was to go behind it goes without."""
+        nodes = [piece.node for piece in operation.top_down() if part_of(piece.node).leaving]
+        node = operation.state_node
+        state_node = node if node is not None and part_of(node).state_leaving else None
+        end.operations.append(operation.number)
+        waited, actions = self._abandon(operation, answered=answered)
+        end.waited.extend(waited)
+        end.actions.extend(actions)
+        if nodes or state_node is not None:
+            end.actions.extend(self._go_without(nodes, state_node))
+
+    def _go_without(self, nodes: list[Node], state_node: Node | None) -> Actions:
+        """These were to leave the device and cannot be copied: they go now, where they may."""
+        gone, host = Tally(""), self.host
+        assert host is not None
+        for node in reversed(nodes):
+            if kv_may_go(node) and (node.host is None or not node.host.leaving_children):
+                self._lose_for_good(host, node, gone)
+        if state_node is not None and state_may_go(state_node):
+            self._drop_state(state_node, gone.actions)
+        gone.settle()
+        return gone.actions
+
+    def _concluded(self, end: _Ending) -> tuple[Ended, Actions]:
+        """Leases that waited in vain find their places; what it all led to."""
+        for lease in end.waited:
+            self._fall_back(lease)
+        moved = tuple(lease.id for lease in end.waited)
+        return Ended(tuple(end.operations), tuple(end.kept), tuple(end.ready), moved), end.actions
+
+    def _fall_back(self, lease: Lease) -> None:
+        """Move a lease up to the deepest boundary that is on the device, or on its way there."""
+        at = lease.anchor
+        coming = 0
+        while at.parent is not None:
+            part = at.host
+            if self.has_states:
+                if at.state != NO_SLOT:
+                    break
+                coming = 0 if part is None else part.state_load
+            else:
+                if at.page_ids:
+                    break
+                coming = 0 if part is None else part.kv_load
+            if coming:
+                break
+            at = at.parent
+        self.leases.move(lease, at, 0, with_state=lease.has_state)
+        if coming:
+            self._wait(lease, self.operations.live[coming])

@@ -1,0 +1,166 @@
+"""What the tree actor does about the host tier.
+
+The tree plans loads and backups; this carries the answers back and forth: reservations that were
+granted or refused, copies that have ended, and requests that wait for a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import structs
+
+from phloem.actors import messages as m
+from phloem.actors.actions import TREE
+from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
+from phloem.actors.ledger import Ledger
+from phloem.actors.tree.core import Actions
+from phloem.actors.tree.leases import Lease
+from phloem.actors.tree.results import Ended, Kept, Match
+from phloem.actors.tree.tree import Tree
+
+__all__ = ["Tiering"]
+
+
+class Tiering:
+    """The host tier's part of a tree actor. Everything here runs in turns of the domain."""
+
+    def __init__(
+        self,
+        domain: Domain,
+        tree: Tree,
+        device: Ledger,
+        host: Ledger,
+        dispatch: Callable[[Actions], None],
+        tree_actor: Actor,
+    ) -> None:
+        self._tree_actor = tree_actor
+        self._domain = domain
+        self._tree = tree
+        self._ledgers = {"device": device, "host": host}
+        self._dispatch = dispatch
+        self._host_allocator: Actor | None = None
+        # By operation: leases whose holders are answered when it is known whether there is room.
+        self._answers: dict[int, list[tuple[Lease, Match, Reply]]] = {}
+        self._loading: dict[int, list[Reply]] = {}  # by lease: who waits for its load
+        self.handlers: Handlers = {
+            m.Reserved: self._on_reserved,
+            m.NotReserved: self._on_not_reserved,
+            m.MakeHostRoom: self._on_make_host_room,
+            m.AwaitLoad: self._on_await_load,
+        }
+
+    def connect(self, host_allocator: Actor) -> None:
+        """Say who gives room on the host."""
+        self._host_allocator = host_allocator
+
+    @property
+    def host_ledger(self) -> Ledger:
+        """Who owns what on the host."""
+        return self._ledgers["host"]
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def answer(self, lease: Lease, match: Match) -> object:
+        """Plan what a lease just taken leads to, and answer its caller when room is certain."""
+        number, actions = self._tree.plan(lease)
+        self._dispatch(actions)
+        operation = self._tree.operations.live.get(number)
+        if operation is None or operation.phase != "planned":
+            return lease, match
+        reply = self._domain.later()
+        tree_actor = self._tree_actor
+        reply.on_abandoned = lambda: self._domain.send(tree_actor, m.Release(lease))
+        self._answers.setdefault(number, []).append((lease, match, reply))
+        return LATER
+
+    def published(self, lease: Lease) -> None:
+        """Plan the backups that an insert has made due."""
+        _, actions = self._tree.plan(lease)
+        self._dispatch(actions)
+
+    def _answer_all(self, number: int) -> None:
+        for lease, match, reply in self._answers.pop(number, ()):
+            if not reply.done and not reply.abandoned:
+                self._domain.complete(reply, (lease, standing_on(lease, match)))
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def _on_reserved(self, message: m.Reserved) -> None:
+        actions = self._tree.reserved(message.op, message.account, message.pages, message.states)
+        self._dispatch(actions)
+        self._answer_all(message.op)
+
+    def _on_not_reserved(self, message: m.NotReserved) -> None:
+        ended, actions = self._tree.not_reserved(message.op)
+        self._ended(ended, actions)
+        self._answer_all(message.op)
+
+    def copied(self, message: m.Copied) -> None:
+        """The copy of an operation has ended."""
+        ended, actions = self._tree.copied(message.op, message.error is None)
+        self._ended(ended, actions)
+
+    def _ended(self, ended: Ended, actions: Actions) -> None:
+        for kept in ended.kept:
+            self._keep(kept)
+        self._dispatch(actions)
+        for number in ended.operations:
+            self._answer_all(number)
+        for lease in (*ended.ready, *ended.moved):
+            self._wake(lease)
+
+    def _keep(self, kept: Kept) -> None:
+        ledger, count = self._ledgers[kept.tier], len(kept.ids)
+        kv = kept.component == "kv"
+        ledger.pool(kept.component).move(kept.ids, kept.account, TREE)
+        ledger.left(kept.account, count if kv else 0, 0 if kv else count)
+
+    def _on_make_host_room(self, message: m.MakeHostRoom) -> None:
+        assert self._host_allocator is not None
+        figures = self._tree.figures()
+        if (
+            message.pages <= figures.host_pages_evictable
+            and message.states <= figures.host_states_evictable
+        ):
+            _, actions = self._tree.evict_host(message.pages, message.states, f"op {message.op}")
+            self._dispatch(actions)
+        self._domain.send(self._host_allocator, m.MadeHostRoom())
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def _on_await_load(self, message: m.AwaitLoad) -> object:
+        lease = message.lease
+        if not lease.load:
+            return None
+        reply = self._domain.later()
+        self._loading.setdefault(lease.id, []).append(reply)
+        return LATER
+
+    def _wake(self, number: int) -> None:
+        lease = self._tree.leases.live.get(number)
+        if lease is not None and lease.load:
+            return  # it waits for another load now
+        self.let_go(number)
+
+    def let_go(self, number: int) -> None:
+        """Whoever waits for the load of this lease looks again: it is there, failed, or over."""
+        for reply in self._loading.pop(number, ()):
+            if not reply.done and not reply.abandoned:
+                self._domain.complete(reply, None)
+
+    def let_all_go(self) -> None:
+        """The cache was reset: whoever waits for a load looks again."""
+        for number in list(self._loading):
+            self.let_go(number)
+
+
+def standing_on(lease: Lease, match: Match) -> Match:
+    """The match that a lease ended with: less than what was found, if it could not be loaded."""
+    if lease.boundary >= match.usable:
+        return match
+    boundary = lease.boundary
+    tier = "device" if boundary else ""
+    return structs.replace(
+        match, usable=boundary, device=min(match.device, boundary), state_tier=tier
+    )
