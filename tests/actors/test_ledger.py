@@ -129,11 +129,11 @@ def test_the_audit_finds_what_is_wrong() -> None:
         with pytest.raises(AssertionError):
             pool.audit()
 
-    broken(lambda pool: pool._stack.__setitem__(0, pool._stack[1]))
+    broken(lambda pool: pool._stack.__setitem__(-1, pool._stack[-2]))
     broken(lambda pool: setattr(pool, "free", pool.free - 1))
     broken(lambda pool: pool._cells.__setitem__(5, TREE))
     broken(lambda pool: setattr(pool, "parked", pool.parked + 1))
-    broken(lambda pool: pool._stack.__setitem__(0, pool.owned_by(1)[0]))
+    broken(lambda pool: pool._stack.__setitem__(-1, pool.owned_by(1)[0]))
 
     ledger = Ledger(10, 4)
     ledger.grant(3, 1, "r")

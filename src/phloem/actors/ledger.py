@@ -2,8 +2,9 @@
 
 A cell holds `FREE`, `PARKED`, `TREE` or the number of an account. Every change names the owner it
 takes from; a mismatch is an `OwnershipError` with nothing changed. Free lists are stacks of
-integers. Runs longer than a dozen ids are checked and written by numpy in one go; they are turned
-into indices of numpy's own type once, since any other makes each use of them several times dearer.
+integers. More than a few ids are checked and written in one go: as a slice when they are
+consecutive places, as they mostly are, else as indices of numpy's own type, made once, since any
+other makes each use of them several times dearer.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ __all__ = ["FREE", "PARKED", "Account", "Ledger", "Pool"]
 FREE = 0
 PARKED = -2
 _RESERVED = -3  # cell 0: owned by nobody who could ever be named
-_BULK = 16  # from so many ids on numpy is faster than a loop
+_FEW = 6  # up to so many ids a loop is faster than anything else
+_BULK = 16  # from so many ids on numpy is faster than a loop, wherever they are
 _BULK_UNIQUE = 64  # and from so many on it also finds repetitions faster than a set
 _CELL = Struct("i")
 
-Indices: TypeAlias = "npt.NDArray[np.intp]"
+Indices: TypeAlias = "npt.NDArray[np.intp] | slice[int, int, None]"
 
 
 class Pool:
@@ -46,10 +48,11 @@ class Pool:
         self._cells[0] = _RESERVED
         self._cells_np = np.frombuffer(self._cells, np.int32)
         self._marks = np.zeros(size, np.int32)  # scratch: where in a run each place was named
-        # A stack of fixed length, since an array that grows and shrinks is moved; the lowest ids go
-        # first.
-        self._stack = array("i", range(size - 1, 0, -1))
-        self._stack_np = np.frombuffer(self._stack, np.int32) if size > 1 else np.empty(0, np.int32)
+        # The free places are at the end of a stack of fixed length, since an array that grows and
+        # shrinks is moved; they go from the front, at first the lowest.
+        self._stack = array("i", range(1, size))
+        self._order = array("i", range(size)).tobytes()  # consecutive places are a part of it
+        self._order_np = np.frombuffer(self._order, np.int32)
         self.free = size - 1  # places that can be granted at once: the stack's first so many
         self.parked = 0
         self.tree = 0
@@ -58,39 +61,34 @@ class Pool:
     @property
     def free_places(self) -> Ids:
         """The places that can be granted at once, the next one last; a copy."""
-        return self._stack[: self.free]
+        return self._stack[self.size - self.free :][::-1]
 
     def take(self, count: int, account: int) -> Ids:
         """Grant `count` free places to `account`; there must be so many."""
-        left = self.free - count
-        assert 0 <= left <= self.free
+        assert 0 <= count <= self.free
+        top = self.size - self.free
+        ids = self._stack[top : top + count]
         if count == 1:
-            place = self._stack[left]
-            ids = array("i", (place,))
-            self._cells[place] = account
-        elif count < _BULK_UNIQUE:
-            ids = self._stack[left : self.free]
-            ids.reverse()
-            self._write(ids, account)
+            self._cells[ids[0]] = account
         else:
-            ids = array("i")
-            ids.frombytes(self._stack_np[left : self.free][::-1].tobytes())
             self._write(ids, account)
-        self.free = left
+        self.free -= count
         self.granted += count
         return ids
 
     def give(self, ids: Ids, owner: int) -> None:
         """Free `ids`, which must be `owner`'s. Raises `OwnershipError` with nothing changed."""
-        self._write(ids, FREE, self.check(ids, owner))
-        count, top = len(ids), self.free
+        count, top = len(ids), self.size - self.free
         if count == 1:
-            self._stack[top] = ids[0]
-        elif 0 < count < _BULK_UNIQUE:
-            self._stack[top : top + count] = ids[::-1]
-        elif count:
-            self._stack_np[top : top + count] = np.frombuffer(ids, np.int32)[::-1]
-        self.free = top + count
+            place = ids[0]
+            if not 0 < place <= self.size or self._cells[place] != owner:
+                raise self._foreign(place, owner)
+            self._cells[place] = FREE
+            self._stack[top - 1] = place
+        else:
+            self._write(ids, FREE, self.check(ids, owner))
+            self._stack[top - count : top] = ids
+        self.free += count
         self._leave(owner, count)
 
     def park(self, ids: Ids, owner: int) -> None:
@@ -132,43 +130,54 @@ class Pool:
         return array("i", [self.owner_of(place) for place in ids])
 
     def check(self, ids: Ids, owner: int) -> Indices | None:
-        """Raise `OwnershipError` unless all `ids` are different and `owner`'s; many as indices."""
+        """Raise `OwnershipError` unless all `ids` are different and `owner`'s.
+
+        Returns what picks their cells in one go, None for a few.
+        """
         count = len(ids)
-        places: Indices | None = None
-        if count < _BULK:
+        places = self._indices(ids) if count > _FEW else None
+        if places is None:
             cells, size = self._cells, self.size
             for place in ids:
                 if not 0 < place <= size or cells[place] != owner:
                     raise self._foreign(place, owner)
         else:
-            places = _indices(ids)
             try:
                 owners = self._cells_np[places]
             except IndexError:
                 raise self._first_foreign(ids, owner) from None
             if owners.tobytes() != _CELL.pack(owner) * count:
                 raise self._first_foreign(ids, owner)
-        if count > 1 and not self._all_different(ids, places):
+        if count > 1 and not isinstance(places, slice) and not self._all_different(ids, places):
             raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
         return places
 
-    def _all_different(self, ids: Ids, places: Indices | None) -> bool:
+    def _all_different(self, ids: Ids, places: npt.NDArray[np.intp] | None) -> bool:
         """Whether places of this pool are named once each."""
         count = len(ids)
         if places is None or count < _BULK_UNIQUE:
             return len(set(ids)) == count
-        order = np.arange(count, dtype=np.int32)
-        self._marks[places] = order
-        return self._marks[places].tobytes() == order.tobytes()
+        self._marks[places] = self._order_np[:count]
+        return self._order.startswith(self._marks[places].tobytes())
+
+    def _indices(self, ids: Ids) -> Indices | None:
+        """What picks the cells of `ids`, if they are places of this pool; None when too few."""
+        first = ids[0]
+        if first > 0 and self._order.startswith(ids, first * _CELL.size):
+            return slice(first, first + len(ids))
+        if len(ids) < _BULK:
+            return None
+        # As unsigned, a negative place is out of range like any other that is too large.
+        return np.frombuffer(ids, np.uint32).astype(np.intp)
 
     def among(self, ids: Ids, owner: int) -> Ids:
         """Those of `ids`, places of this pool, that are `owner`'s."""
-        if len(ids) < _BULK:
+        places = self._indices(ids) if len(ids) > _FEW else None
+        if places is None:
             cells = self._cells
             return array("i", [place for place in ids if cells[place] == owner])
         mine = array("i")
-        of_owner = self._cells_np[_indices(ids)] == owner
-        mine.frombytes(np.frombuffer(ids, np.int32)[of_owner].tobytes())
+        mine.frombytes(np.frombuffer(ids, np.int32)[self._cells_np[places] == owner].tobytes())
         return mine
 
     def owned_by(self, owner: int) -> Ids:
@@ -187,17 +196,19 @@ class Pool:
         for name, (kept, counted) in counts.items():
             assert kept == counted, f"{self.component}: {name} is {kept}, counted {counted}"
         assert sum(kept for kept, _ in counts.values()) == self.size
-        free = self._stack_np[: self.free]
+        free = np.array(self.free_places, np.intp)
         assert len(np.unique(free)) == self.free, f"{self.component}: a place is free twice"
         assert (self._cells_np[free] == FREE).all(), f"{self.component}: a free place is owned"
 
     def _write(self, ids: Ids, owner: int, places: Indices | None = None) -> None:
-        if len(ids) < _BULK:
+        if places is None and len(ids) > _FEW:
+            places = self._indices(ids)
+        if places is None:
             cells = self._cells
             for place in ids:
                 cells[place] = owner
         else:
-            self._cells_np[_indices(ids) if places is None else places] = owner
+            self._cells_np[places] = owner
 
     def _leave(self, owner: int, count: int) -> None:
         if owner == TREE:
@@ -381,11 +392,6 @@ class Ledger:
             assert len(self.state.owned_by(number)) == account.states, f"states of {number}"
             if account.whole is not None:
                 assert sorted(account.whole) == self.kv.owned_by(number).tolist()
-
-
-def _indices(ids: Ids) -> Indices:
-    """As unsigned, a negative place is out of range like any other that is too large."""
-    return np.frombuffer(ids, np.uint32).astype(np.intp)
 
 
 def owner_name(owner: int) -> str:
