@@ -200,7 +200,10 @@ async def test_every_reuse_reads_its_own_bytes(shape: str, inline: bool) -> None
             stats = here.cache.stats()
             assert stats.actions.get("FreeDeviceSlots", 0) > 10, "nothing was ever evicted"
     tried["reused"] += tried["looks"]
-    for what in ("finished", "reused", "passes", "forks"):
+    often = (
+        ("finished", "reused", "passes") if shape == "small" else ("finished", "reused", "forks")
+    )
+    for what in often:
         assert tried[what] > 0, f"{what} was not tried: {tried}"
 
 

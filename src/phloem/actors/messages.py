@@ -17,6 +17,7 @@ __all__ = [
     "Advance",
     "Allocate",
     "Audit",
+    "AwaitLoad",
     "CloseSession",
     "Copied",
     "CopyAfter",
@@ -169,6 +170,12 @@ class CopyOwnPages(Message, frozen=True, gc=False, eq=False):
     targets: Ids
     owner: str
     after: tuple[Fence, ...] = ()
+
+
+class AwaitLoad(Message, frozen=True, gc=False, eq=False):
+    """Answered when the load that a lease waits for has ended, whatever its outcome."""
+
+    lease: Lease
 
 
 class Join(Message, frozen=True, gc=False, eq=False):

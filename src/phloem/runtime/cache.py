@@ -17,6 +17,7 @@ import torch
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
+from phloem.actors.ledger import Pool
 from phloem.actors.tree.dump import Dump
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
 from phloem.actors.tree.policies import Policy
@@ -31,7 +32,7 @@ from phloem.events import RuntimeStarted, RuntimeStopped, Sink
 from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.core import Core
-from phloem.runtime.devices import EngineFactory, driver_for, engine_for, pools_for
+from phloem.runtime.devices import EngineFactory, driver_for, engine_for, host_pools_for, pools_for
 from phloem.runtime.lease import Lease
 from phloem.runtime.nowait import (
     Nowait,
@@ -76,6 +77,13 @@ class Stats(msgspec.Struct, frozen=True):
     actions: dict[str, int]
     refused_checkpoints: int
     leases_leaked: int
+    host_kv: PoolStats | None
+    host_state: PoolStats | None
+    """The pools of the host tier; None when it is off."""
+    host_bytes: int
+    """What they take, all told."""
+    tokens_loaded: int
+    """Tokens that requests reused from the host tier."""
     near: str
     """Where the copy threads of a device are bound to CPUs near it, or why not; empty without."""
 
@@ -110,6 +118,7 @@ class CacheRuntime:
         self.config = config
         self.pools = pools_for(config, device, pools)
         self._driver = driver or driver_for(self.pools.device)
+        self.host_pools = host_pools_for(config, self.pools, self._driver)
         self._counts = Counts() if metrics else None
         self._events = several(events, self._counts)
         self._new_engine = engine or engine_for(self._driver)
@@ -146,6 +155,7 @@ class CacheRuntime:
                 self._crashed,
                 caller_context,
                 monotonic if loop is None else loop.time,
+                self.host_pools,
             )
         except BaseException:
             self._engine.close()
@@ -444,10 +454,14 @@ class CacheRuntime:
         return self._stats_of(self.core)
 
     def _stats_of(self, core: Core) -> Stats:
-        kv, state = core.ledger.kv, core.ledger.state
+        host = core.host_ledger
         return Stats(
-            kv=PoolStats(kv.size, kv.free, kv.parked, kv.tree, kv.granted),
-            state=PoolStats(state.size, state.free, state.parked, state.tree, state.granted),
+            kv=_pool_stats(core.ledger.kv),
+            state=_pool_stats(core.ledger.state),
+            host_kv=None if host is None else _pool_stats(host.kv),
+            host_state=None if host is None else _pool_stats(host.state),
+            host_bytes=0 if self.host_pools is None else self.host_pools.nbytes,
+            tokens_loaded=core.tokens_loaded,
             tree=core.tree.figures(),
             requests=len(core.requests),
             waiting=core.allocator.waiting,
@@ -511,3 +525,7 @@ class CacheRuntime:
 
 def _undo_nothing(answer: object) -> None:
     del answer
+
+
+def _pool_stats(pool: Pool) -> PoolStats:
+    return PoolStats(pool.size, pool.free, pool.parked, pool.tree, pool.granted)

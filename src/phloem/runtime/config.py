@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from phloem.actors.tree.core import BACKUP_HITS, WritePolicy
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import policy_named
 from phloem.errors import InvalidRequest
@@ -23,6 +24,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     states by decoding one token at a time. `inline`: callers that find the queue empty take their
     turn at once; the results are the same without. `queue_max` bounds the callers that wait for a
     turn.
+
+    `host_bytes` (a number, or like "8GiB") is the host tier's, for pages and states together; 0
+    leaves it off. `write_policy` says when data is copied there: "write_through" at its first use,
+    "selective" at its second, "write_back" when it leaves the device. The states named in
+    `int8_states` are kept there as 8-bit codes, the others exactly.
     """
 
     layout: ModelLayout
@@ -30,6 +36,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     state_chunk: int = 64
     device_pages: int = 4096
     device_states: int = 64
+    host_bytes: int | str = 0
+    write_policy: WritePolicy = "write_through"
+    int8_states: tuple[str, ...] = ()
     eviction: str = "lru"
     placement: Placement = Placement()
     enabled: bool = True
@@ -43,10 +52,51 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             integer(name, getattr(self, name), 1)
         integer("device_states", self.device_states, 1 if self.layout.has_states else 0)
         policy_named(self.eviction)
+        parse_bytes(self.host_bytes)
+        if self.write_policy not in BACKUP_HITS:
+            raise InvalidRequest(
+                f"no write policy {self.write_policy!r}; there are {[*BACKUP_HITS]}"
+            )
         if self.close_timeout_s <= 0:
             raise InvalidRequest(f"close_timeout_s is {self.close_timeout_s}; it is above 0")
+
+    def host_places(self, page_bytes: int, slot_bytes: int) -> tuple[int, int]:
+        """Pages and states of the host tier: as many for each of the device's as the bytes allow.
+
+        One budget for both, in the proportion of the device pools, so that neither is useless for
+        want of the other. (0, 0) when there is no host tier.
+        """
+        budget = parse_bytes(self.host_bytes)
+        device = self.device_pages * page_bytes + self.device_states * slot_bytes
+        if not budget or not device:
+            return 0, 0
+        pages = budget * self.device_pages // device
+        states = budget * self.device_states // device
+        if not pages or (self.layout.has_states and not states):
+            raise InvalidRequest(
+                f"host_bytes {self.host_bytes} has no room for a page of {page_bytes} bytes and a "
+                f"state of {slot_bytes}"
+            )
+        return pages, states
 
     @property
     def components(self) -> tuple[str, ...]:
         """The kinds of data that the layout needs."""
         return ("kv", "state") if self.layout.has_states else ("kv",)
+
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes from a number or from text like "8GiB". Raises `InvalidRequest`."""
+    if isinstance(size, str):
+        digits = size.rstrip("BKMGTi")
+        unit = size[len(digits) :]
+        try:
+            return integer("bytes", round(float(digits) * _UNITS[unit]))
+        except (ValueError, KeyError, OverflowError):
+            raise InvalidRequest(
+                f"{size!r} is no number of bytes; units are {[*_UNITS][1:]}"
+            ) from None
+    return integer("bytes", size)

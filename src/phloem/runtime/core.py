@@ -11,6 +11,7 @@ import anyio
 from phloem.actors import messages as m
 from phloem.actors.allocator import AllocatorActor, Grant, TreeView
 from phloem.actors.domain import Domain
+from phloem.actors.host_allocator import HostAllocatorActor
 from phloem.actors.ledger import Ledger
 from phloem.actors.transfer import TransferActor
 from phloem.actors.tree.actor import TreeActor
@@ -19,7 +20,7 @@ from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tree import Tree
 from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.engine import CopyEngine, Fence, Post
-from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
 from phloem.events import Context, Sink
 from phloem.runtime.checks import integer
@@ -49,6 +50,7 @@ class Core:
         on_crash: Callable[[BaseException], None],
         caller_context: Callable[[], Context] | None = None,
         seconds: Callable[[], float] = lambda: 0.0,
+        host: HostPools | None = None,
     ) -> None:
         self.config = config
         self._seconds = seconds
@@ -63,6 +65,8 @@ class Core:
             policy=config.eviction,
             placement=config.placement,
             enabled=config.enabled,
+            host=host is not None,
+            write_policy=config.write_policy,
         )
         self.grid = self.tree.grid
         self.ledger = Ledger(pools.pages, pools.slots)
@@ -72,19 +76,33 @@ class Core:
             on_crash=on_crash,
             caller_context=None if emit is None else caller_context,
         )
-        self.tree_actor = TreeActor(self.domain, self.tree, self.ledger, emit, self.clock)
-        view = TreeView(self.tree.figures, self.tree.leases.owners, lambda: self.tree.sweeping)
+        self.host_ledger: Ledger | None = None
+        self.host_allocator: HostAllocatorActor | None = None
+        if host is not None:
+            self.host_ledger = Ledger(host.kv_rows.count, host.state_rows.count)
+            self.host_allocator = HostAllocatorActor(self.domain, self.host_ledger, emit)
+        self.tree_actor = TreeActor(
+            self.domain, self.tree, self.ledger, emit, self.clock, self.host_ledger
+        )
+        view = TreeView(self.tree.figures, self.tree.leases.owners, self._gives_back_by_itself)
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
-        self.transfer = TransferActor(self.domain, engine, pools, emit)
-        self.tree_actor.connect(self.allocator, self.transfer)
+        self.transfer = TransferActor(self.domain, engine, pools, emit, host)
+        self.tree_actor.connect(self.allocator, self.transfer, self.host_allocator)
+        if self.host_allocator is not None:
+            self.host_allocator.connect(self.tree_actor)
         self.allocator.connect(self.tree_actor)
         self.transfer.connect(self.tree_actor)
         self.requests: dict[str, Request] = {}
         self.refused_checkpoints = 0
+        self.tokens_loaded = 0
         self.leases_leaked = 0
         self.closing = False
         self._leaked: deque[TreeLease] = deque()
         self._ids = 0
+
+    def _gives_back_by_itself(self) -> bool:
+        """The tree will free something without anybody's doing: a sweep, or a copy in flight."""
+        return self.tree.sweeping or bool(self.tree.operations.live)
 
     def clock(self) -> int:
         """Milliseconds of the loop's clock; sessions and priorities end by it."""

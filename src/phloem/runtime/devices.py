@@ -9,12 +9,13 @@ import torch
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, Post
-from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.host import ordinary_memory
+from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.errors import InvalidRequest
 from phloem.runtime.config import CacheConfig
 
-__all__ = ["EngineFactory", "driver_for", "engine_for", "pools_for"]
+__all__ = ["EngineFactory", "driver_for", "engine_for", "host_pools_for", "pools_for"]
 
 EngineFactory = Callable[[Post], CopyEngine]
 
@@ -41,6 +42,23 @@ def pools_for(
     if device is not None and not _same(torch.device(device), pools.device):
         raise InvalidRequest(f"the pools are on {pools.device}, not on {device}")
     return pools
+
+
+def host_pools_for(
+    config: CacheConfig, pools: DevicePools, driver: Driver | None
+) -> HostPools | None:
+    """The pools of the host tier, pinned where a driver can; None when it is off.
+
+    Raises `HostMemoryShort` with nothing taken when the memory is not there.
+    """
+    pages, states = config.host_places(pools.page_bytes, pools.slot_bytes)
+    if not pages:
+        return None
+    memory = ordinary_memory if driver is None else driver.pinned_memory()
+    # Place 0 is never granted, as on the device.
+    return HostPools.allocate(
+        pools, pages=pages + 1, states=states + 1, memory=memory, int8_states=config.int8_states
+    )
 
 
 def _same(asked: torch.device, there: torch.device) -> bool:

@@ -91,6 +91,11 @@ class Holding:
             self.pages[at : at + len(change.pages)] = change.pages
         self.own_from = boundary // self._page_size
 
+    def loaded(self, tree_pages: Ids) -> None:
+        """The load of the tree's part has ended, perhaps with fewer pages; own room stays."""
+        self.pages = tree_pages + self.own_pages
+        self.own_from = len(tree_pages)
+
     def stand_on(self, tree_pages: Ids) -> None:
         """Read the tree's pages of a deeper boundary from now on; what they replace goes back."""
         replaced = self.pages[self.own_from : len(tree_pages)]

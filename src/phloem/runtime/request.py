@@ -10,6 +10,7 @@ from msgspec import structs
 
 from phloem.actors import messages as m
 from phloem.actors.tree.keys import Tokens
+from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.errors import InvalidRequest, StaleHandle
 from phloem.runtime.checks import integer
@@ -18,7 +19,7 @@ from phloem.runtime.holding import Holding
 from phloem.runtime.nowait import lease_and_match
 from phloem.runtime.opening import undo_lease
 from phloem.runtime.publishing import Publish, Publishing
-from phloem.runtime.standing import Resources
+from phloem.runtime.standing import Resources, holding_under
 
 if TYPE_CHECKING:
     from phloem.runtime.step import Step
@@ -73,10 +74,15 @@ class Request(Publishing):
     async def ready(self) -> Match:
         """Wait until the private copy of the boundary's state is complete (or cleared, at 0).
 
-        For a model with states `allocate` comes first, since the copy needs the working slot. A
-        cancelled caller may abort right after: the slot stays parked until the copy has ended.
+        Before that, what is only on the host is loaded. If that fails, the request stands on less
+        than it was promised: the match that is returned says so, and `allocate` is called again for
+        the room that is missing now. For a model with states `allocate` comes first, since the copy
+        needs the working slot. A cancelled caller may abort right after: the slot stays parked
+        until the copy has ended.
         """
         self._check_alive()
+        if self._loads:
+            await self._await_load()
         if self._core.has_states and self._state_at != self.computed:
             if self.state_slot is None:
                 raise InvalidRequest(f"{self} has no state slot: allocate comes before ready")
@@ -88,6 +94,18 @@ class Request(Publishing):
         self.status = "running"
         return self.match
 
+    async def _await_load(self) -> None:
+        """Wait for what is on its way from the host; less of it may arrive than was planned."""
+        await self._core.call(m.AwaitLoad(self._lease), _undo_nothing)
+        self._check_alive()
+        self._loads = False
+        self._holding.loaded(self._core.tree.pages_of(self._lease))
+        self._core.tokens_loaded += max(0, self.boundary - self.match.device)
+        if self.boundary < self.computed:
+            self._tokens_reused -= self.computed - self.boundary
+            self.computed = self.usable = self.boundary
+            self.match = standing_on(self._lease, self.match)
+
     async def advance(self) -> Match:
         """Take over what others have published meanwhile, KV and state of one boundary together.
 
@@ -97,7 +115,7 @@ class Request(Publishing):
         """
         self._check_alive()
         self._check_no_steps("advance")
-        if self._former_generation:
+        if self._former_generation or self._loads:
             return self.match
         match = self._run_unless_reset(
             m.Advance(self._lease, self.computed, max(0, self.prompt_tokens - 1))
@@ -268,13 +286,15 @@ class Request(Publishing):
         message = structs.replace(self._opened, key=self._key, limit=max(0, self._key.length - 1))
         answer = await core.call(message, undo_lease(core))
         lease, match = lease_and_match(answer)
+        match = standing_on(lease, match)
         if not self._is_suspended():  # ended, or resumed by another task meanwhile
             core.release_lease(lease)
             raise StaleHandle(f"{self} was ended or resumed meanwhile")
         if not self._lease_given_up:
             core.release_lease(self._lease)
         self._lease, self._lease_given_up, self.match = lease, False, match
-        self._holding = Holding(core, core.tree.pages_of(lease))
+        self._holding = holding_under(core, lease)
+        self._loads = bool(lease.load)
         self._tokens_reused += match.usable
         self.computed = match.usable
         self.status = "open"

@@ -7,12 +7,14 @@ it have ended.
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Literal
 
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.placement import Wanted
+from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.cuda_streams.engine import Fence
 from phloem.errors import InvalidRequest, StaleHandle
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from phloem.runtime.core import Core
     from phloem.runtime.step import Step
 
-__all__ = ["Resources", "Standing"]
+__all__ = ["Resources", "Standing", "holding_under"]
 
 Resources = dict[str, int]
 Status = Literal["open", "running", "suspended", "finished", "aborted"]
@@ -33,6 +35,7 @@ class Standing:
     """What all parts of a request work on; see `Request`."""
 
     def __init__(self, core: Core, opened: m.Open, lease: TreeLease, match: Match) -> None:
+        match = standing_on(lease, match)  # a load may have failed since the answer was given
         self.id = opened.owner
         self.match = match
         self.prompt_tokens = opened.key.length
@@ -43,11 +46,12 @@ class Standing:
         self._opened = opened
         self._key = opened.key
         self._lease = lease
-        self._holding = Holding(core, core.tree.pages_of(lease))
+        self._holding = holding_under(core, lease)
         self._state_at: int | None = None  # the position at which the working state is true
         self._lease_given_up = False  # released, or to be when what reads under it has ended
         self._tokens_computed = 0
         self._tokens_reused = match.usable
+        self._loads = bool(lease.load)  # what it stands on is on its way from the host
         self._steps: dict[int, Step] = {}  # opened and not over
 
     @property
@@ -175,3 +179,13 @@ class Standing:
     def _check_no_steps(self, what: str) -> None:
         if self.fences():
             raise InvalidRequest(f"{what} while a step of {self} is not over")
+
+
+def holding_under(core: Core, lease: TreeLease) -> Holding:
+    """What a request holds that has just been given `lease`: the tree's pages, if they are there.
+
+    As long as they are loaded the reserved page stands for each.
+    """
+    if not lease.load:
+        return Holding(core, core.tree.pages_of(lease))
+    return Holding(core, array("i", bytes(4 * (lease.boundary // core.config.page_size))))

@@ -11,12 +11,15 @@ from collections.abc import Callable
 
 from phloem.actors import messages as m
 from phloem.actors.actions import (
+    Action,
     ClearState,
     CopyPages,
     CopyState,
     EvictExcessPathStates,
     FreeDeviceSlots,
+    FreeHostSlots,
     Ids,
+    Reserve,
 )
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
@@ -26,6 +29,7 @@ from phloem.actors.tree.dump import Dump, dump_tree
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT
+from phloem.actors.tree.tiering import Tiering
 from phloem.actors.tree.tree import Actions, InsertResult, Tree
 from phloem.actors.tree.tree import Evicted as EvictedFigures
 from phloem.actors.tree.tree import Match as MatchResult
@@ -59,8 +63,12 @@ class TreeActor:
         ledger: Ledger,
         emit: Sink | None = None,
         clock: Callable[[], int] = lambda: 0,
+        host_ledger: Ledger | None = None,
     ) -> None:
         self.tree = tree
+        self.tiers: Tiering | None = None
+        if host_ledger is not None:
+            self.tiers = Tiering(domain, tree, ledger, host_ledger, self._dispatch, self)
         self._clock = clock  # milliseconds; priorities and sessions end by it
         self.operations: dict[int, Operation] = {}
         self._domain = domain
@@ -70,10 +78,11 @@ class TreeActor:
             self._tell = Teller(emit, domain, tree)
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
+        self._host_allocator: Actor | None = None
         self.counts: dict[str, int] = {}  # actions emitted so far, by kind
         self._joined: dict[int, list[Reply]] = {}  # by the lease whose progress is waited for
-        self._next_op = 0
         self.handlers: Handlers = {
+            **({} if self.tiers is None else self.tiers.handlers),
             m.Match: self._on_match,
             m.Acquire: self._on_acquire,
             m.Open: self._on_open,
@@ -99,23 +108,28 @@ class TreeActor:
             m.Audit: self._on_audit,
         }
 
-    def connect(self, allocator: Actor, transfer: Actor) -> None:
+    def connect(
+        self, allocator: Actor, transfer: Actor, host_allocator: Actor | None = None
+    ) -> None:
         """Say who carries out the tree's actions."""
         self._allocator = allocator
         self._transfer = transfer
+        self._host_allocator = host_allocator
+        if self.tiers is not None and host_allocator is not None:
+            self.tiers.connect(host_allocator)
 
     # -- match and leases ----------------------------------------------------------------------
 
     def _on_match(self, message: m.Match) -> MatchResult:
         return self.tree.match(message.key, message.limit)
 
-    def _on_acquire(self, message: m.Acquire) -> tuple[Lease, MatchResult]:
+    def _on_acquire(self, message: m.Acquire) -> object:
         lease, match = self.tree.acquire(message.key, owner=message.owner, limit=message.limit)
         if self._tell is not None:
             self._tell.acquired(message, lease, match)
-        return lease, match
+        return (lease, match) if self.tiers is None else self.tiers.answer(lease, match)
 
-    def _on_open(self, message: m.Open) -> tuple[Lease, MatchResult]:
+    def _on_open(self, message: m.Open) -> object:
         self.tree.tick(self._clock())
         lease, match = self.tree.open(
             message.key,
@@ -129,12 +143,15 @@ class TreeActor:
         )
         if self._tell is not None:
             self._tell.opened(message, lease, match)
-        return lease, match
+        return (lease, match) if self.tiers is None else self.tiers.answer(lease, match)
 
     def _on_advance(self, message: m.Advance) -> MatchResult:
         self._check_ours(message.lease)
         before = message.lease.anchor.end
-        match = self.tree.advance(message.lease, beyond=message.beyond, limit=message.limit)
+        limit = message.limit
+        if self.tiers is not None:  # only what needs no load: a running request does not wait
+            limit = min(limit, self.tree.match(message.lease.key, limit).device)
+        match = self.tree.advance(message.lease, beyond=message.beyond, limit=limit)
         if self._tell is not None and message.lease.anchor.end != before:
             self._tell.taken(message.lease, moved=True)
         self._let_waiters_retry()
@@ -180,6 +197,8 @@ class TreeActor:
         if message.leaked and not lease.live:
             return
         self.tree.release(lease)
+        if self.tiers is not None:
+            self.tiers.let_go(lease.id)
         if self._joined:
             self._went_on(lease)
         if self.tree.sweeping:
@@ -229,7 +248,7 @@ class TreeActor:
                 # Together with those of an insert whose duplicates are still on their way back.
                 before = (fence for fence in held.fences if not fence.passed)
                 held.fences = (*before, *message.after)
-            taken = self._adopt(message, result, account)
+            taken = self._adopt(message, result, account, start)
             if homes is not None and len(taken) < len(pages):
                 kept = len(pages) - len(taken)
                 ledger.put_back(pages[:kept], homes[:kept], account)
@@ -241,6 +260,8 @@ class TreeActor:
             self._domain.send(self._transfer, m.Written(tuple(writing)))
         if actions:
             self._dispatch(actions)
+        if self.tiers is not None and lease is not None:
+            self.tiers.published(lease)
         if self._joined and lease is not None:
             self._went_on(lease)
         if ledger.waiting:
@@ -268,15 +289,13 @@ class TreeActor:
         for fence in writing:
             fence.add_callback(one_passed)
 
-    def _adopt(self, message: m.Insert, result: InsertResult, account: int) -> Ids:
-        """Move what the tree took from the account to the tree; the pages of it."""
-        pages = message.pages
-        if result.adopted:
-            start, end = result.adopted[0]
-            count = (end - start) // self.tree.page_size
-            taken = pages if count == len(pages) else pages[len(pages) - count :]
-        else:
-            taken = pages[:0]
+    def _adopt(self, message: m.Insert, result: InsertResult, account: int, start: int) -> Ids:
+        """Move what the tree took of the pages from token `start` on; the pages of it."""
+        pages, page_size = message.pages, self.tree.page_size
+        taken = pages[:0]
+        for first, end in result.adopted:
+            run = pages[(first - start) // page_size : (end - start) // page_size]
+            taken = taken + run if taken else run
         state = message.state if result.state == "adopted" else NO_SLOT
         if taken or state:
             self._ledger.adopt(account, taken, state)
@@ -296,8 +315,20 @@ class TreeActor:
             if isinstance(action, FreeDeviceSlots):
                 self._domain.send(self._allocator, action)
             else:
-                assert isinstance(action, EvictExcessPathStates)
-                self._domain.send(self, action)
+                self._domain.send(self._executor_of(action), action)
+
+    def _executor_of(self, action: Action) -> Actor:
+        if isinstance(action, EvictExcessPathStates):
+            return self
+        on_host = isinstance(action, FreeHostSlots)
+        if isinstance(action, Reserve):
+            on_host = action.tier == "host"
+            if not on_host:
+                assert self._allocator is not None
+                return self._allocator
+        executor = self._host_allocator if on_host else self._transfer
+        assert executor is not None, f"nobody carries out {action}"
+        return executor
 
     # -- copies of states ----------------------------------------------------------------------
 
@@ -337,16 +368,23 @@ class TreeActor:
         return LATER
 
     def _new_operation(self, kind: str, owner: str, lease: Lease | None) -> Operation:
-        self._next_op += 1
+        number = self.tree.operations.new_number()
         if self._tell is not None:
-            self._tell.planned(self._next_op, kind, owner, lease)
-        self.counts["copies"] = self._next_op
-        operation = Operation(self._next_op, lease, self._domain.later())
+            self._tell.planned(number, kind, owner, lease)
+        self.counts["copies"] = self.counts.get("copies", 0) + 1
+        operation = Operation(number, lease, self._domain.later())
         self.operations[operation.number] = operation
         return operation
 
     def _on_copied(self, message: m.Copied) -> None:
-        operation = self.operations.pop(message.op)
+        operation = self.operations.pop(message.op, None)
+        if operation is None:
+            assert self.tiers is not None
+            self.tiers.copied(message)
+            if self.tree.sweeping:
+                self._domain.send(self, m.Sweep())
+            self._let_waiters_retry()
+            return
         lease = operation.lease
         if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):
             self._release_state(lease)
@@ -392,6 +430,8 @@ class TreeActor:
     def _on_reset(self, message: m.Reset) -> int:
         del message
         self.tree.reset()
+        if self.tiers is not None:
+            self.tiers.let_all_go()
         for number in list(self._joined):
             for reply in self._joined.pop(number):
                 if not reply.done and not reply.abandoned:
@@ -417,3 +457,8 @@ class TreeActor:
         figures = self.tree.figures()
         assert figures.pages == self._ledger.kv.tree, "pages of the tree and of the ledger differ"
         assert figures.states == self._ledger.state.tree, "states of tree and ledger differ"
+        if self.tiers is not None:
+            host = self.tiers.host_ledger
+            host.audit()
+            assert figures.host_pages == host.kv.tree, "host pages of tree and ledger differ"
+            assert figures.host_states == host.state.tree, "host states of tree and ledger differ"
