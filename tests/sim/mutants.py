@@ -47,6 +47,8 @@ RADIX = "actors/tree/radix.py"
 EVICTION = "actors/tree/eviction.py"
 REQUEST = "runtime/request.py"
 HOLDING = "runtime/holding.py"
+STANDING = "runtime/standing.py"
+PUBLISHING = "runtime/publishing.py"
 CORE = "runtime/core.py"
 STEP = "runtime/step.py"
 
@@ -204,8 +206,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a state is put where one is",
         TREE,
-        "        if node.state != NO_SLOT:\n            actions.append(",
-        "        if node.state == -1:\n            actions.append(",
+        "if node.state != NO_SLOT or not arrived",
+        "if node.state == -1 or not arrived",
     ),
     Mutant(
         "an advanced lease has no state",
@@ -228,8 +230,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a merge joins pages the wrong way round",
         RADIX,
-        "child.pages = node.pages + child.pages",
-        "child.pages = child.pages + node.pages",
+        "        child.page_ids = node.page_ids + child.page_ids",
+        "        child.page_ids = child.page_ids + node.page_ids",
     ),
     Mutant(
         "protection does not reach the parent",
@@ -246,8 +248,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a leased state may go",
         EVICTION,
-        "node.state != NO_SLOT and not node.state_leases",
-        "node.state != NO_SLOT and node.state_leases >= 0",
+        "        and not node.state_leases\n",
+        "        and node.state_leases >= 0\n",
     ),
     Mutant(
         "a state part that ends frees the whole path",
@@ -258,7 +260,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- requests
     Mutant(
         "more is published than was computed",
-        REQUEST,
+        STANDING,
         "return min(self.computed, self._key.length)",
         "return min(self.room, self._key.length)",
     ),
@@ -297,12 +299,6 @@ MUTANTS: tuple[Mutant, ...] = (
         REQUEST,
         "core.release_lease_after(self._lease, fences)",
         "core.release_lease_after(self._lease, ())",
-    ),
-    Mutant(
-        "a state is published where it is not true",
-        REQUEST,
-        "            and self._state_at == position == self.computed\n",
-        "            and self._state_at is not None\n",
     ),
     Mutant(
         "an abandoned pass counts as computed",

@@ -21,7 +21,7 @@ import msgspec
 
 from phloem.cuda_streams.engine import CopyFailed
 from phloem.cuda_streams.virtual import VirtualStream
-from phloem.errors import EngineDead, InvalidRequest, NoRoom
+from phloem.errors import EngineDead, InvalidRequest, NoRoom, StaleHandle
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.request import Request
 from phloem.runtime.simulation.model import Chunk, SimModel
@@ -252,7 +252,10 @@ class Server:
         self, job: Job, request: Request, tokens: TaggedTokens, number: int
     ) -> None:
         """Another answer to the same prompt, by a request that shares its prefix."""
-        twin = await request.fork(f"{request.id}+{number}")
+        try:
+            twin = await request.fork(f"{request.id}+{number}")
+        except StaleHandle:
+            return  # the cache was reset: there is nothing to share any more
         try:
             await self._decode(job, twin, tokens, number)
             await twin.finish()
