@@ -10,7 +10,7 @@ import msgspec
 from phloem import CacheConfig, CacheRuntime, NoRoom, Request
 from phloem.actors.domain import Domain
 from phloem.actors.messages import GiveBack
-from phloem.runtime.simulation.model import sim_layout
+from phloem.runtime.simulation import Faults, Simulation, explore, sim_layout
 
 
 class _Echo:
@@ -122,3 +122,27 @@ async def test_two_forks_that_find_no_room_do_not_wait_for_each_other() -> None:
         for request in requests:
             await request.finish()
         await cache.audit()
+
+
+def test_a_join_that_times_out_leaves_its_request_ready() -> None:
+    """The time-out fell into the copy of what had been taken over; no step could be launched."""
+
+    async def scenario(sim: Simulation) -> None:
+        async with (
+            sim.runtime(_config(device_pages=32)) as cache,
+            cache.request(list(range(20)), id="leads", breakpoints=[8]) as leads,
+            cache.request([*range(18), 98, 99], id="joins") as joins,
+        ):
+            await _computed(cache, leads, 8)
+            await joins.allocate(20)
+            await joins.ready()
+            joining = asyncio.create_task(joins.join(min_tokens=4, timeout=0.5))
+            await leads.checkpoint(state=True)
+            await joining
+            with cache.step([joins]) as step:
+                step.launched({joins: joins.computed + 1})
+            advanced.append(joins.computed > 8)
+
+    advanced: list[bool] = []
+    explore(scenario, range(40), faults=lambda _: Faults(copy_hang=0.3))
+    assert any(advanced) and not all(advanced)

@@ -145,20 +145,22 @@ class Request(Publishing):
         self._check_alive()
         self._check_no_steps("join")
         more_than = self._core.grid if min_tokens is None else min_tokens
-        if timeout is None:
-            while await self._join_once(more_than):
-                pass
-        else:
-            with anyio.move_on_after(timeout):
-                while await self._join_once(more_than):
-                    pass
+        deadline = None if timeout is None else anyio.current_time() + timeout
+        while await self._join_once(more_than, deadline):
+            pass
         return self.match
 
-    async def _join_once(self, more_than: int) -> bool:
+    async def _join_once(self, more_than: int, deadline: float | None) -> bool:
         await self.advance()
         if self.computed > self.boundary or self._former_generation:
             return False  # it has computed something of its own: it is no follower any more
-        return bool(await self._core.call(m.Join(self._lease, more_than), _undo_nothing))
+        join = m.Join(self._lease, more_than)
+        if deadline is None:
+            return bool(await self._core.call(join, _undo_nothing))
+        # Only the wait is cut short: whoever has taken something over gets ready to go on.
+        with anyio.CancelScope(deadline=deadline):
+            return bool(await self._core.call(join, _undo_nothing))
+        return False
 
     def extend(self, tokens: Tokens) -> None:
         """Append tokens: what the model said, or drafts of it."""
