@@ -102,6 +102,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
         ahead=rng.choice((1, 1, 2, 3)),
         stride=rng.choice((1, 1, 4)),
         room_timeout_s=rng.choice((None, 0.05, 1.0)),
+        tries=8,
         samples=rng.choice((1, 1, 1, 2)),
         join_s=rng.choice((None, None, 0.02, 0.5)),
         snapshots=rng.random() < 0.25,
@@ -234,7 +235,7 @@ async def _borrow(sim: Simulation, cache: CacheRuntime, name: str) -> None:
     rng, size = sim.rng, cache.config.page_size
     namespace = Namespace(salt=name)  # nobody reads its pages, so nothing need be in them
     while True:
-        await asyncio.sleep(rng.expovariate(20.0))
+        await asyncio.sleep(rng.expovariate(5.0))
         tokens = [rng.randrange(2) for _ in range(size * rng.randrange(1, 4))]
         async with await cache.acquire(tokens, namespace=namespace, owner=name, whole=True) as held:
             missing = (len(tokens) - held.boundary) // size

@@ -254,8 +254,8 @@ class Server:
         """Another answer to the same prompt, by a request that shares its prefix."""
         try:
             twin = await request.fork(f"{request.id}+{number}")
-        except StaleHandle:
-            return  # the cache was reset: there is nothing to share any more
+        except (NoRoom, StaleHandle):
+            return  # one answer is enough when there is no room, or nothing to share after a reset
         try:
             await self._decode(job, twin, tokens, number)
             await twin.finish()
