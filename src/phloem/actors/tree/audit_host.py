@@ -31,7 +31,9 @@ def audit_host(tree: TreeCore, host: HostTier) -> None:
         totals["pages"] += count
         totals["pages_pinned"] += count if part.pins else 0
         totals["states"] += part.state != NO_SLOT
-        totals["states_pinned"] += bool(part.state and not node.state and node.state_leases)
+        only_copy = node.state == NO_SLOT
+        stays = node.state_leases > 0 if only_copy else part.leaving
+        totals["states_pinned"] += part.state != NO_SLOT and stays
         totals["pages_leaving"] += node.page_count if part.leaving else 0
         totals["states_leaving"] += part.state_leaving
         for index in (host.kv_index, host.state_index):
@@ -79,6 +81,8 @@ def _audit_data(tree: TreeCore, node: Node, part: HostPart, owned: set[tuple[str
 
 
 def _audit_below(node: Node, part: HostPart) -> None:
+    stays = len(node.children or {}) - node.gone_children
+    check(not part.leaving or not stays, f"node {node.id} is leaving, {stays} children are not")
     parts = [one.host for one in (node.children or {}).values() if one.host is not None]
     below = sum(has_or_awaits_kv(one) for one in parts)
     check(part.kv_children == below, f"node {node.id} counts {part.kv_children} copies of {below}")
@@ -116,9 +120,11 @@ def _audit_marks(
     check(not (part.kv_load and node.page_ids), f"node {node.id} loads KV that the device has")
     check(not (part.state_backup and part.state), f"node {node.id} copies its state twice")
     check(not (part.state_load and node.state), f"node {node.id} loads its state twice")
-    waits = part.kv_backup or not part.page_ids or part.leaving_children
-    lacks = part.state_backup or (node.state != NO_SLOT and part.state == NO_SLOT)
-    check(not part.leaving or bool(waits or lacks), f"node {node.id} waits for nothing to leave")
+    awaits = part.kv_backup or part.state_backup or part.leaving_children
+    check(
+        not part.leaving or awaits > 0,
+        f"node {node.id} waits for nothing to leave",
+    )
 
 
 def _audit_operations(tree: TreeCore, marks: dict[int, set[tuple[str, int]]]) -> None:

@@ -100,7 +100,7 @@ class BackingTree(TreeCore):
                 check_change(node, "kv", "device", "absent")
                 part.kv_load = 0
             else:
-                host.keep(node)
+                host.stay(node)
                 host.forget_kv(node)
         operation.pieces.clear()
         at = operation.state_node
@@ -109,7 +109,7 @@ class BackingTree(TreeCore):
                 check_change(at, "state", "device", "absent")
                 part_of(at).state_load = 0
             else:
-                host.keep(at)
+                host.stay(at)
                 if part_of(at).state_leaving:
                     host.stay_state(at)
                 host.forget_state(at)

@@ -68,9 +68,14 @@ def _state_may_go(node: Node) -> bool:
     return (
         part is not None
         and part.state != NO_SLOT
-        and (node.state != NO_SLOT or not node.state_leases)
+        and not _state_pinned(node, part)
         and node.parent is not None
     )
+
+
+def _state_pinned(node: Node, part: HostPart) -> bool:
+    """Whether a host state has to stay: its twin is leaving, or it has none and is protected."""
+    return part.leaving if node.state != NO_SLOT else node.state_leases > 0
 
 
 class HostTier:
@@ -154,7 +159,7 @@ class HostTier:
         part.state_backup = 0
         part.state = slot
         self.states += 1
-        if node.state == NO_SLOT and node.state_leases:
+        if _state_pinned(node, part):
             self.states_pinned += 1
         else:
             self.state_index.push(node)
@@ -169,7 +174,7 @@ class HostTier:
         """The host state goes; its slot."""
         check_change(node, "state", "host", "absent")
         part = part_of(node)
-        assert node.state != NO_SLOT or not node.state_leases, f"state of {node.id} has to stay"
+        assert not _state_pinned(node, part), f"host state of {node.id} has to stay"
         slot, part.state = part.state, NO_SLOT
         self.states -= 1
         _tidy(node)
@@ -183,6 +188,8 @@ class HostTier:
         part, parent = part_of(node), node.parent
         assert parent is not None
         part.leaving = True
+        if part.state != NO_SLOT and node.state != NO_SLOT:
+            self.states_pinned += 1
         parent.gone_children += 1
         if parent.parent is not None:
             part_of(parent).leaving_children += 1
@@ -191,11 +198,24 @@ class HostTier:
             self._pin(node)
 
     def stay(self, node: Node) -> None:
-        """Somebody uses what was leaving, or it cannot be copied."""
-        check_change(node, "kv", "device", "present")
+        """Somebody uses what was leaving, or it cannot be copied; nor can what is above it go."""
+        at: Node | None = node
+        while at is not None and at.host is not None and at.host.leaving:
+            check_change(at, "kv", "device", "present")
+            if at.host.state_leaving:
+                self.stay_state(at)
+            self.left(at)
+            self._device_kv.push(at)
+            at = at.parent
+
+    def left(self, node: Node) -> None:
+        """The node's device KV is leaving no longer, whether it has gone or stays."""
         part, parent = part_of(node), node.parent
-        assert parent is not None
+        assert parent is not None and part.leaving
         part.leaving = False
+        if part.state != NO_SLOT and node.state != NO_SLOT:
+            self.states_pinned -= 1
+            self.state_index.push(node)
         parent.gone_children -= 1
         if parent.parent is not None:
             part_of(parent).leaving_children -= 1
@@ -204,15 +224,6 @@ class HostTier:
         if part.page_ids:
             self._unpin(node)
         _tidy(node)
-        self._device_kv.push(node)
-
-    def keep(self, node: Node) -> None:
-        """Somebody uses a node with a part here: nothing of it leaves any more."""
-        part = part_of(node)
-        if part.leaving:
-            if part.state_leaving:
-                self.stay_state(node)
-            self.stay(node)
 
     def leave_state(self, node: Node) -> None:
         """The node's device state goes as soon as the host has it."""
@@ -256,7 +267,7 @@ class HostTier:
     def protected(self, node: Node) -> None:
         """A node with a part here has become protected."""
         if node.page_ids:
-            self.keep(node)
+            self.stay(node)
         else:
             self._pin(node)
 
@@ -284,30 +295,28 @@ class HostTier:
 
     def _pin(self, node: Node) -> None:
         """One more reason for the node's host KV to stay; as far up as that makes a difference."""
-        at: Node | None = node
-        while at is not None and at.parent is not None:
-            part = part_of(at)
+        while node.parent is not None:
+            part = part_of(node)
             part.pins += 1
             if part.pins > 1 or not part.page_ids:
                 return
             self.pages_pinned += len(part.page_ids) // ID_BYTES
-            at = at.parent
+            node = node.parent
 
     def _unpin(self, node: Node) -> None:
-        at: Node | None = node
-        while at is not None and at.parent is not None:
-            part = part_of(at)
+        while node.parent is not None:
+            part = part_of(node)
             part.pins -= 1
             assert part.pins >= 0
             if part.pins:
                 return
             if not part.page_ids:
-                _tidy(at)
+                _tidy(node)
                 return
             self.pages_pinned -= len(part.page_ids) // ID_BYTES
             if not part.kv_children:
-                self.kv_index.push(at)
-            at = at.parent
+                self.kv_index.push(node)
+            node = node.parent
 
     def _unpin_parent(self, node: Node) -> None:
         if node.parent is not None:

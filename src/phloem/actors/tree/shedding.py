@@ -84,10 +84,7 @@ class SheddingTree(BackingTree):
 
     def _lose_tail(self, node: Node, count: int, gone: Tally) -> None:
         """A stateless node loses its last pages on the device; the rest may go later."""
-        part = node.host
-        write_back = self.host is not None and self.write_policy == "write_back"
-        if node.children is None and not write_back and (part is None or not part.page_ids):
-            self._forget_plans(node, gone.actions)
+        if self.host is None or (node.host is None and self.write_policy != "write_back"):
             tail = node.edge[-count * self.radix.page_bytes :]
             cut = self.radix.cut_tail(node, count)
             gone.actions.append(FreeDeviceSlots("kv", cut, TREE))
@@ -119,7 +116,10 @@ class SheddingTree(BackingTree):
         gone.states += node.state != NO_SLOT
         self._forget_plans(node, gone.actions)
         if node.host is not None and node.host.page_ids:
+            parent = node.parent
+            assert parent is not None
             self._demote(host, node, gone.actions)
+            self._left(parent, gone.actions)
         else:
             self._drop_below(host, node, gone)
             self._drop_leaf(node, gone.actions, gone.by)
@@ -166,30 +166,23 @@ class SheddingTree(BackingTree):
         """What was leaving goes if its copies have been made and nothing is left below it."""
         host = self.host
         assert host is not None
-        at: Node | None = node
-        while at is not None:
-            part, above = at.host, at.parent
-            if part is None or above is None:
-                return
-            below = at.children is None or (
-                len(at.children) == at.gone_children and not part.leaving_children
-            )
-            if part.leaving and below and not self._lacks_copy(at):
-                self._demote(host, at, actions)
-            elif part.state_leaving and not part.leaving and part.state:
-                self._drop_state(at, actions)
-                return
-            else:
-                return
-            at = above
+        while node.parent is not None and node.host is not None:
+            part, above = node.host, node.parent
+            if part.leaving and not part.leaving_children and not self._lacks_copy(node):
+                self._demote(host, node, actions)
+                node = above
+                continue
+            if part.state_leaving and not part.leaving and part.state != NO_SLOT:
+                self._drop_state(node, actions)
+            return
 
     def _demote(self, host: HostTier, node: Node, actions: Actions) -> None:
         """The device loses what it has of a node; its KV is on the host."""
         part = part_of(node)
-        if part.leaving:
-            host.stay(node)
         if part.state_leaving:
             host.stay_state(node)
+        if part.leaving:
+            host.left(node)
         state = NO_SLOT
         if node.state != NO_SLOT:
             if node.sessions and part.state == NO_SLOT:
@@ -277,8 +270,10 @@ class SheddingTree(BackingTree):
     def _drop_state(self, node: Node, actions: Actions) -> None:
         """The device state goes, the KV stays."""
         part = node.host
-        if part is not None and part.state_leaving and self.host is not None:
-            self.host.stay_state(node)
+        if part is not None and self.host is not None:
+            self.host.stay(node)
+            if part.state_leaving:
+                self.host.stay_state(node)
         if node.sessions and (part is None or part.state == NO_SLOT):
             self._recede(node)
         slot = self.radix.take_state(node)

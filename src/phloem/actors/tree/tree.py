@@ -170,11 +170,13 @@ class Tree(LoadingTree):
     def fork(self, lease: Lease, *, owner: str) -> Lease:
         """A second lease at the same boundary, for a request that continues on its own.
 
-        It does not take the state: the fork has a private copy of its own.
+        It does not take the state: the fork has a private copy of its own. After a reset it reads
+        what the lease still protects, like the lease itself.
         """
-        self.check_lease(lease)
-        fork = self.leases.take(lease.anchor, lease.key, owner, self.generation, with_state=False)
-        if lease.load:
+        self._check_live(lease)
+        # The anchor is protected already, so no total changes, whatever the generation.
+        fork = self.leases.take(lease.anchor, lease.key, owner, lease.generation, with_state=False)
+        if lease.load in self.operations.live:
             self._wait(fork, self.operations.live[lease.load])
         return fork
 
@@ -379,7 +381,7 @@ class Tree(LoadingTree):
             if child.host is not None and self.host is not None:
                 if not child.page_ids:
                     break
-                self.host.keep(child)
+                self.host.stay(child)
             edge = child.edge
             if offset + len(edge) > stop or not data.startswith(edge, offset):
                 inside = common_bytes(data, offset, stop, edge, page_bytes)

@@ -1,0 +1,181 @@
+"""The host tier against what the pools hold, in random operations, answers and ends of copies."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tree.host_model import HostRun
+from tree.naive import NAMESPACES, page_tokens
+
+from phloem.actors.tree import TokenKey
+
+FUZZ = int(os.environ.get("PHLOEM_FUZZ", "0"))
+HYBRID, PLAIN = ("kv", "state"), ("kv",)
+CONFIGS: dict[str, tuple[Any, ...]] = {
+    "write-through": (1, HYBRID, "write_through"),
+    "write-through-cap1": (1, HYBRID, "write_through", 1),
+    "write-through-page4": (4, HYBRID, "write_through"),
+    "write-through-kv": (1, PLAIN, "write_through"),
+    "selective": (1, HYBRID, "selective"),
+    "selective-kv": (1, PLAIN, "selective", None, "lfu"),
+    "write-back": (1, HYBRID, "write_back"),
+    "write-back-cap2": (1, HYBRID, "write_back", 2, "session"),
+    "write-back-kv": (1, PLAIN, "write_back"),
+}
+PATHS = st.lists(st.integers(1, 3), max_size=6)
+SPACES = st.sampled_from(NAMESPACES)
+INDEX = st.integers(0, 10**6)
+
+
+class HostMachine(RuleBasedStateMachine):
+    """Every operation of a tree with a host tier; `HostRun` does the work."""
+
+    config: tuple[Any, ...] = CONFIGS["write-through"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = HostRun(*self.config)
+        self.page = self.config[0]
+
+    def key(self, path: list[int], ns: Any) -> TokenKey:
+        return TokenKey.of(page_tokens(path, self.page), ns)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.run.held)
+
+    def pick(self, index: int) -> Any:
+        return self.run.held[index % len(self.run.held)]
+
+    @rule(path=PATHS, ns=SPACES, state=st.booleans())
+    def publish(self, path: list[int], ns: Any, state: bool) -> None:
+        key = self.key(path, ns)
+        self.run.publish(key, key.length, state, None)
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX, more=PATHS, state=st.booleans())
+    def publish_on(self, index: int, more: list[int], state: bool) -> None:
+        lease = self.pick(index)
+        if self.run.on_device(lease):
+            covered = lease.key.data[: lease.boundary * 4]
+            key = TokenKey(covered, lease.key.namespace).extended(page_tokens(more, self.page))
+            self.run.publish(key, key.length, state, lease)
+
+    @rule(path=PATHS, ns=SPACES, plan=st.integers(0, 3), session=st.integers(0, 3))
+    def acquire(self, path: list[int], ns: Any, plan: int, session: int) -> None:
+        key = self.key(path, ns)
+        if len(self.run.held) < 6:
+            name = f"s{session}" if session else None
+            self.run.acquire(key, key.length, plan=plan > 0, session=name)
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX)
+    def advance(self, index: int) -> None:
+        self.run.advance(self.pick(index))
+
+    @precondition(lambda self: 0 < len(self.run.held) < 6)
+    @rule(index=INDEX)
+    def fork(self, index: int) -> None:
+        self.run.fork(self.pick(index))
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX)
+    def stand(self, index: int) -> None:
+        self.run.stand(self.pick(index))
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX)
+    def release(self, index: int) -> None:
+        self.run.release(index % len(self.run.held))
+
+    @precondition(lambda self: self.holds)
+    @rule(index=INDEX)
+    def release_state(self, index: int) -> None:
+        lease = self.pick(index)
+        if lease.has_state:
+            self.run.world.tree.release_state(lease)
+            self.run.check()
+
+    @rule(pages=st.integers(0, 5), states=st.integers(0, 2))
+    def evict(self, pages: int, states: int) -> None:
+        self.run.evict(pages, states)
+
+    @rule(pages=st.integers(0, 4), states=st.integers(0, 2))
+    def evict_host(self, pages: int, states: int) -> None:
+        self.run.evict_host(pages, states)
+
+    @precondition(lambda self: self.run.world.reserves)
+    @rule(index=INDEX, refuse=st.integers(0, 5))
+    def answer(self, index: int, refuse: int) -> None:
+        self.run.answer(index, refuse == 5)
+
+    @precondition(lambda self: self.run.world.reserves)
+    @rule()
+    def answer_all(self) -> None:
+        while self.run.world.reserves:
+            self.run.answer(0, False)
+
+    @precondition(lambda self: self.run.world.copies)
+    @rule(index=INDEX, outcome=st.sampled_from([0, 0, 0, 1, 2, 3]))
+    def end_copy(self, index: int, outcome: int) -> None:
+        self.run.end_copy(index, outcome)
+
+    @precondition(lambda self: self.run.world.copies)
+    @rule()
+    def end_all_copies(self) -> None:
+        while self.run.world.copies:
+            self.run.end_copy(0, 0)
+
+    @rule(sweep=st.booleans(), really=st.integers(0, 9))
+    def reset(self, sweep: bool, really: int) -> None:
+        if not really:
+            self.run.reset(sweep)
+
+    @precondition(lambda self: bool(self.run.former))
+    @rule()
+    def release_former(self) -> None:
+        self.run.release_former()
+
+    @rule(path=PATHS, ns=SPACES, cut=st.integers(0, 3))
+    def match(self, path: list[int], ns: Any, cut: int) -> None:
+        key = self.key(path, ns)
+        self.run.match(key, max(key.length - cut, 0))
+
+    def teardown(self) -> None:
+        self.run.end()
+
+
+def run_machine(config: str, examples: int, steps: int) -> None:
+    machine = type("HostMachine", (HostMachine,), {"config": CONFIGS[config]})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_s143_the_tiers_agree_with_the_pools(config: str) -> None:
+    run_machine(config, examples=15, steps=50)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fuzz_the_tiers_agree_with_the_pools(config: str) -> None:
+    run_machine(config, examples=300 * FUZZ, steps=100)
