@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
-from phloem.actors.actions import FreeDeviceSlots, FreeHostSlots, Reserve
+from phloem.actors.actions import EvictExcessPathStates, FreeDeviceSlots, FreeHostSlots, Reserve
 from phloem.actors.tree.core import BACKUP_HITS, Actions, TreeCore
 from phloem.actors.tree.host import HostTier, has_or_awaits_kv, part_of
 from phloem.actors.tree.leases import Lease
@@ -15,6 +16,17 @@ from phloem.actors.tree.residency import check_change
 __all__ = ["BackingTree"]
 
 _CLIMB_MAX = 256  # nodes without a copy that one turn looks at above another
+
+
+class Abandoned(NamedTuple):
+    """Operations that have ended without effect, and who waited for one.
+
+    `actions` give back the targets of those whose copy had ended already.
+    """
+
+    operations: list[int]
+    waited: list[Lease]
+    actions: Actions
 
 
 class BackingTree(TreeCore):
@@ -62,15 +74,13 @@ class BackingTree(TreeCore):
             part_of(node).state_backup = operation.number
         actions.append(Reserve(operation.number, "host", operation.pages, operation.states))
 
-    def _abandon(
-        self, operation: Operation, *, answered: bool = False
-    ) -> tuple[list[Lease], Actions]:
+    def _abandon(self, operation: Operation, *, answered: bool = False) -> Abandoned:
         """Nothing of an operation, and of those that require it, will be published any more.
 
-        Returns the leases that waited for them, and what gives their targets back. What is being
-        copied keeps its targets and protects what it reads until its end. `answered`: no answer to
-        its reservation is on its way.
+        What is being copied keeps its targets and protects what it reads until its end. `answered`:
+        no answer to its reservation is on its way.
         """
+        ended: list[int] = []
         waited: list[Lease] = []
         actions: Actions = []
         stack = [operation]
@@ -82,12 +92,23 @@ class BackingTree(TreeCore):
             for lease in each.waiters.values():
                 lease.load = 0
             each.waiters.clear()
+            self._cap_again(each, actions)
             if each.phase == "planned":
                 self.operations.end(each, answered=answered and each is operation)
                 self._let_go(each)
+                ended.append(each.number)
             elif each.outcome is not None:
                 self._give_back(each, actions)
-        return waited, actions
+                ended.append(each.number)
+        return Abandoned(ended, waited, actions)
+
+    def _cap_again(self, operation: Operation, actions: Actions) -> None:
+        """A backup that spared states beyond a path's cap is over."""
+        for tail in operation.spared:
+            if tail.parent is not None:
+                self._named[tail.id] = tail
+                actions.append(EvictExcessPathStates(tail.id, self.generation))
+        operation.spared.clear()
 
     def _forget(self, operation: Operation) -> None:
         """Its data will not come: nodes do not expect them any more, and what was to go stays."""

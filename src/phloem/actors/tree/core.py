@@ -156,8 +156,12 @@ class TreeCore:
 
     def can_evict(self, pages: int, states: int) -> bool:
         """Whether so much is cached that nothing protects; under write-back it may take a copy."""
-        figures = self.figures()
-        return pages <= figures.pages_evictable and states <= figures.states_evictable
+        kept_pages, kept_states = self.leases.pages_protected, self.leases.states_protected
+        if self.host is not None:
+            kept_pages += self.host.pages_leaving
+            kept_states += self.host.states_leaving
+        radix = self.radix
+        return pages <= radix.pages - kept_pages and states <= radix.states - kept_states
 
     def can_evict_host(self, pages: int, states: int) -> bool:
         """Whether so much is on the host that nothing needs there."""
@@ -225,7 +229,7 @@ class TreeCore:
         if past is NOTHING:
             match = Match(
                 *(key.length, looked_up, usable, device, known, branch, self.page_size),
-                state_tier=state_tier,
+                *(0, 0, "", 0, state_tier),
             )
             return Look(self.radix, self.radix.version, walk, anchor, match)
         evicted = past.evicted // TOKEN_BYTES

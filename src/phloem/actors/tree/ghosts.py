@@ -17,6 +17,7 @@ from phloem.actors.tree.node import NO_MARK, Node
 __all__ = ["NOTHING", "Ghosts", "Remembered", "mark_after", "mark_of"]
 
 _CRC = 0xFFFF_FFFF
+_MARKED_AT_ONCE = 4096  # bytes of an edge whose mark is computed before anybody asks for it
 
 
 def mark_after(mark: int, data: bytes) -> int:
@@ -99,22 +100,31 @@ class Ghosts:
                 self._gone.appendleft(dict.fromkeys(self._older))
             self._older, self._recent, self._bytes = self._recent, {}, 0
 
-    def revived(self, mark: int, edge: bytes) -> None:
-        """`edge` is in the cache again: only what it does not cover remains a ghost."""
-        while edge:
-            place = mark, edge[: self._page_bytes]
+    def revived(self, mark: int, edge: bytes) -> int:
+        """`edge` is in the cache again: only what it does not cover remains a ghost.
+
+        Returns the mark after `edge`, or `NO_MARK` where it takes long to compute.
+        """
+        offset, stop = 0, len(edge)
+        while offset < stop:
+            place = mark, edge[offset : offset + self._page_bytes]
             older, recent = self._older.pop(place, None), self._recent.pop(place, None)
             ghost = recent or older
             if ghost is None:
-                return
+                break
             was, by, at, end = ghost
-            common = common_bytes(edge, 0, len(edge), was, self._page_bytes)
-            if common == len(was) == len(edge):
-                return
+            if end != NO_MARK and edge.startswith(was, offset):  # all of it, as mostly
+                offset += len(was)
+                mark = end
+                continue
+            common = common_bytes(edge, offset, stop, was, self._page_bytes)
+            offset += common
             mark = _mark_within(mark, ghost, common)
             if common < len(was):
                 self.note(mark, was[common:], by, at, end)
-            edge = edge[common:]
+        if stop - offset > _MARKED_AT_ONCE:
+            return NO_MARK
+        return mark_after(mark, edge[offset:]) if offset < stop else mark
 
     def recall(self, mark: int, data: bytes, start: int, stop: int) -> Remembered:
         """What is known of `data[start:stop]`, which is not cached after the prefix of `mark`."""
@@ -126,9 +136,14 @@ class Ghosts:
                 if self._gone and any(place in gone for gone in self._gone):
                     return Remembered(offset - start, by, at, forgotten=True)
                 break
+            edge, noted_by, noted_at, end = ghost
             if offset == start:
-                _, by, at, _ = ghost
-            common = common_bytes(data, offset, stop, ghost[0], self._page_bytes)
+                by, at = noted_by, noted_at
+            if end != NO_MARK and data.startswith(edge, offset, stop):  # all of it, as mostly
+                offset += len(edge)
+                mark = end
+                continue
+            common = common_bytes(data, offset, stop, edge, self._page_bytes)
             offset += common
             if offset < stop:
                 mark = _mark_within(mark, ghost, common)

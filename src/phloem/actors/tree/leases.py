@@ -179,35 +179,41 @@ class Leases:
 
     def _protect(self, node: Node) -> None:
         node.leases += 1
+        host, size = self._host, 0
         while node.leases + node.protected_children == 1:
-            self.pages_protected += len(node.page_ids) // ID_BYTES
-            if node.host is not None and self._host is not None:
-                self._host.protected(node)
             parent = node.parent
             if parent is None:
-                return
+                break
+            size += len(node.page_ids)
+            if host is not None and node.host is not None:
+                host.protected(node)
             parent.protected_children += 1
             node = parent
+        self.pages_protected += size // ID_BYTES
 
     def _unprotect(self, node: Node, now: int, former: bool) -> None:
         node.leases -= 1
         assert node.leases >= 0
         if now > node.stamp:
             node.stamp = now
+        stamp, size = node.stamp, 0
         while not node.leases and not node.protected_children:
             parent = node.parent
             if parent is None:
-                return
+                break
             if not former:
-                self.pages_protected -= len(node.page_ids) // ID_BYTES
+                size += len(node.page_ids)
                 if node.children is None or node.gone_children:
                     self._kv_index.push(node)
                 if node.host is not None and self._host is not None:
                     self._host.unprotected(node)
-            if node.stamp > parent.stamp:
-                parent.stamp = node.stamp
+            if stamp > parent.stamp:
+                parent.stamp = stamp
+            else:
+                stamp = parent.stamp
             parent.protected_children -= 1
             node = parent
+        self.pages_protected -= size // ID_BYTES
 
     def _protect_state(self, node: Node) -> None:
         node.state_leases += 1

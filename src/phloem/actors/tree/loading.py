@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from phloem.actors.actions import (
     BackupToHost,
-    EvictExcessPathStates,
     FreeDeviceSlots,
     FreeHostSlots,
     Ids,
@@ -134,6 +133,8 @@ class LoadingTree(SheddingTree):
                 back.append(free("state", states, account))
             return back
         operation = self._operation(number)
+        if operation.phase != "planned":
+            raise InvalidRequest(f"{operation} has its room already")
         if len(pages) != operation.pages or len(states) != operation.states:
             raise InvalidRequest(f"{operation} was given {len(pages)} pages, {len(states)} states")
         operation.step("reserved")
@@ -180,6 +181,8 @@ class LoadingTree(SheddingTree):
         end = _Ending([], [], [], [], [])
         if self.operations.dropped.pop(number, None) is None:
             operation = self._operation(number)
+            if operation.phase != "planned":
+                raise InvalidRequest(f"{operation} has its room already")
             self._fail(operation, end, answered=True)
         return self._concluded(end)
 
@@ -189,6 +192,8 @@ class LoadingTree(SheddingTree):
         What has arrived is visible from now on, unless what comes before it is still on its way.
         """
         operation = self._operation(number)
+        if operation.phase != "submitted" or operation.outcome is not None:
+            raise InvalidRequest(f"{operation} is not being copied")
         end = _Ending([], [], [], [], [])
         if operation.generation != self.generation or not (
             operation.pieces or operation.state_node
@@ -196,9 +201,11 @@ class LoadingTree(SheddingTree):
             end.operations.append(number)
             self._give_back(operation, end.actions)
             return self._concluded(end)
-        operation.outcome = operation.pages if ok else min(pages_ok, operation.pages)
+        good_pages = min(pages_ok, operation.pages) if operation.kind == "load" else 0
+        operation.outcome = operation.pages if ok else good_pages
         operation.good = ok
-        ready = [operation] if operation.requires not in self.operations.live else []
+        waits = operation.requires in self.operations.live and (ok or good_pages > 0)
+        ready = [] if waits else [operation]
         while ready:
             each = ready.pop()
             if each.good:
@@ -240,10 +247,7 @@ class LoadingTree(SheddingTree):
                 self._left(piece.node, end.actions)
             if node is not None and not pieces:
                 self._left(node, end.actions)
-        for tail in operation.spared:
-            if tail.parent is not None:
-                self._named[tail.id] = tail
-                end.actions.append(EvictExcessPathStates(tail.id, self.generation))
+        self._cap_again(operation, end.actions)
 
     def _put_kv(self, operation: Operation, node: Node, page_ids: bytes) -> None:
         assert self.host is not None
@@ -266,7 +270,7 @@ class LoadingTree(SheddingTree):
 
     def _publish_some(self, operation: Operation, end: _Ending) -> None:
         """A copy has failed: leading pages of a load that are good are kept, the rest is not."""
-        good = operation.outcome if operation.kind == "load" else 0
+        good = operation.outcome
         assert good is not None
         for node, first, count in operation.top_down():
             if first >= good:
@@ -287,10 +291,10 @@ class LoadingTree(SheddingTree):
         nodes = [piece.node for piece in operation.top_down() if part_of(piece.node).leaving]
         node = operation.state_node
         state_node = node if node is not None and part_of(node).state_leaving else None
-        end.operations.append(operation.number)
-        waited, actions = self._abandon(operation, answered=answered)
-        end.waited.extend(waited)
-        end.actions.extend(actions)
+        abandoned = self._abandon(operation, answered=answered)
+        end.operations.extend(abandoned.operations)
+        end.waited.extend(abandoned.waited)
+        end.actions.extend(abandoned.actions)
         if nodes or state_node is not None:
             end.actions.extend(self._go_without(nodes, state_node))
 

@@ -231,7 +231,7 @@ class SheddingTree(BackingTree):
             if (
                 component == "state" or not state_only
             ) and operation.number in self.operations.live:
-                actions.extend(self._abandon(operation)[1])
+                actions.extend(self._abandon(operation).actions)
 
     def _drop_leaf(self, leaf: Node, actions: Actions, by: str) -> None:
         if leaf.sessions:

@@ -18,7 +18,7 @@ from phloem.actors.tree.host import part_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.loading import LoadingTree
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
 from phloem.actors.tree.placement import Refusal, Wanted, choose_positions, end_of_response
 from phloem.actors.tree.results import Evicted, InsertResult, Match, PagesChanged, TreeFigures
 from phloem.errors import InvalidRequest, StaleHandle
@@ -340,22 +340,16 @@ class Tree(LoadingTree):
         outcome = self._offer_state(node, state, owner, actions, arrived=stop == offered)
         if former is not None and former is not node and former.state == NO_SLOT:
             self.radix.merge_into_child(former)
-        if node.parent is not None:
+        if self.host is not None and node.parent is not None:
             self._plan_backups(node.parent, actions)
         if self.placement.max_states_per_path is not None:
             self._name_excess(node, actions)
-        self._plan_backups(node, actions)
+        if self.host is not None:
+            self._plan_backups(node, actions)
         end = stop // TOKEN_BYTES
-        return (
-            InsertResult(
-                reused=reused,
-                published=end,
-                adopted=((present, end),) if end > present else (),
-                state=outcome,
-                pages_changed=tuple(changed) if swap else (),
-            ),
-            actions,
-        )
+        adopted = ((present, end),) if end > present else ()
+        pages_changed = tuple(changed) if swap and changed else ()
+        return InsertResult(reused, end, adopted, outcome, pages_changed), actions
 
     def _give_all_back(self, pages: Ids, state: int, owner: int) -> tuple[InsertResult, Actions]:
         actions: Actions = []
@@ -422,10 +416,10 @@ class Tree(LoadingTree):
         return node, offset, stop, pages
 
     def _grow(self, parent: Node, edge: bytes, pages: Ids) -> Node:
-        if self.ghosts.any:
-            self.ghosts.revived(mark_of(parent), edge)
+        mark = self.ghosts.revived(mark_of(parent), edge) if self.ghosts.any else NO_MARK
         leaf = self.radix.attach_leaf(parent, edge, pages)
         leaf.stamp = leaf.born = self.now
+        leaf.mark = mark
         return leaf
 
     def _offer_state(
