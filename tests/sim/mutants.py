@@ -236,8 +236,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "protection does not reach the parent",
         LEASES,
-        "            parent.protected_children += 1\n            node = parent\n\n",
-        "            return\n\n",
+        "            parent.protected_children += 1\n            node = parent\n",
+        "            break\n",
     ),
     Mutant(
         "leased KV may go",

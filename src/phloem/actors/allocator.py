@@ -423,7 +423,8 @@ class AllocatorActor:
             self._take_back(owner, ids if kv else none, none if kv else ids, fences)
         else:
             self._ledger.pool(action.component).give(ids, owner)
-            self._freed(action.component, ids, owner)
+            if self._emit is not None:
+                self._freed(action.component, ids, owner)
         if self._ledger.waiting:
             self._changed()
 

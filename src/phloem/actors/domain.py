@@ -224,10 +224,13 @@ class Domain:
             self.drain()
             return self._answer(reply)
         value = self._turn_inline(actor, message)
-        later = self._current
+        if value is LATER:
+            later = self._current
+            self.drain()
+            return self._answer(later)
         if self._sent:
             self.drain()
-        return value if value is not LATER else self._answer(later)
+        return value
 
     async def call(
         self,

@@ -68,21 +68,25 @@ class Pool:
         assert 0 <= count <= self.free
         top = self.size - self.free
         ids = self._stack[top : top + count]
-        if count == 1:
-            self._cells[ids[0]] = account
-        else:
-            self._write(ids, account)
+        self._write(ids, account)
         self.free -= count
         self.granted += count
         return ids
+
+    def take_one(self, account: int) -> int:
+        """`take` for a single place."""
+        place = self._stack[self.size - self.free]
+        self._cells[place] = account
+        self.free -= 1
+        self.granted += 1
+        return place
 
     def give(self, ids: Ids, owner: int) -> None:
         """Free `ids`, which must be `owner`'s. Raises `OwnershipError` with nothing changed."""
         count, top = len(ids), self.size - self.free
         if count == 1:
             place = ids[0]
-            if not 0 < place <= self.size or self._cells[place] != owner:
-                raise self._foreign(place, owner)
+            self.check_one(place, owner)
             self._cells[place] = FREE
             self._stack[top - 1] = place
         else:
@@ -151,6 +155,11 @@ class Pool:
         if count > 1 and not isinstance(places, slice) and not self._all_different(ids, places):
             raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
         return places
+
+    def check_one(self, place: int, owner: int) -> None:
+        """`check` for a single place."""
+        if not 0 < place <= self.size or self._cells[place] != owner:
+            raise self._foreign(place, owner)
 
     def _all_different(self, ids: Ids, places: npt.NDArray[np.intp] | None) -> bool:
         """Whether places of this pool are named once each."""
@@ -269,26 +278,28 @@ class Ledger:
         """Take from both pools for a new account, or for an existing one; both must have room."""
         held = self.accounts.get(account)
         if held is None:
-            self._next = number = self._next + 1
-            held = self._open(number, owner)
-            page_ids = self.kv.take(pages, number)
+            self._next = account = self._next + 1
+            held = self._open(account, owner)
+            page_ids = self.kv.take(pages, account)
             held.whole = page_ids[:]  # the caller may write to its own
         else:
-            number = account
-            page_ids = self.kv.take(pages, number)
+            page_ids = self.kv.take(pages, account)
             if pages:
                 held.whole = None
         held.pages += pages
         held.states += states
-        return number, page_ids, self.state.take(states, number)
+        if states == 1:
+            return account, page_ids, array("i", (self.state.take_one(account),))
+        return account, page_ids, self.state.take(states, account)
 
     def adopt(self, account: int, pages: Ids, state: int) -> None:
         """Move `pages` and `state` (0: none), which were checked, from an account to the tree."""
-        if pages:
+        count = len(pages)
+        if count:
             self.kv.move(pages, account, TREE)
         if state:
             self.state.move_one(state, account, TREE)
-        self.left(account, len(pages), 1 if state else 0)
+        self.left(account, count, 1 if state else 0)
 
     def left(self, account: int, pages: int, states: int) -> None:
         """Note that an account holds less; an empty one is closed."""
@@ -332,8 +343,8 @@ class Ledger:
         try:
             if pages != account.whole:
                 self.kv.check(pages, first)
-            if state and self.state.owner_of(state) != first:
-                self.state.check(array("i", (state,)), first)
+            if state:
+                self.state.check_one(state, first)
         except OwnershipError:
             self._gather(pages, state, account)
         return first

@@ -53,16 +53,18 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease up. Raises `StaleHandle` when it was released before."""
-        self.release_after(self._core, ())
+        self.release_after(self._core)
 
-    def release_after(self, core: Core, fences: tuple[Fence, ...]) -> None:
+    def release_after(self, core: Core, fences: tuple[Fence, ...] = ()) -> None:
         """For `CacheRuntime.release`: give the lease up once all `fences` have passed."""
         if core is not self._core:
             raise StaleHandle(f"{self} is of another runtime")
         if self.released:
             raise StaleHandle(f"{self} was released before")
         self.released = True
-        if not core.stopped:  # after the runtime's end there is nothing left to release
+        if not fences:
+            core.release_lease(self.inner)
+        elif not core.stopped:  # after the runtime's end there is nothing left to release
             core.release_lease_after(self.inner, fences)
 
     async def __aenter__(self) -> Self:

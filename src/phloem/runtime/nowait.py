@@ -186,7 +186,7 @@ def _ids(pages: Ids | Sequence[int]) -> Ids:
 def release_handle(core: Core, handle: Lease | Grant, after: Step | None) -> None:
     """Give back a lease or a grant, once the step `after` has ended."""
     if after is None and type(handle) is Lease:
-        handle.release_after(core, ())
+        handle.release_after(core)
         return
     fences: tuple[Fence, ...] = () if after is None or after.fence.passed else (after.fence,)
     if isinstance(handle, Grant):

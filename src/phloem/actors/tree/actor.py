@@ -205,7 +205,8 @@ class TreeActor:
             self._domain.send(self, m.Sweep())
         if self._tell is not None:
             self._tell.ended(lease, leaked=message.leaked)
-        self._let_waiters_retry()
+        if self._ledger.waiting:
+            self._let_waiters_retry()
 
     def _on_release_state(self, message: m.ReleaseState) -> None:
         self._check_ours(message.lease)
@@ -294,6 +295,9 @@ class TreeActor:
         pages, page_size = message.pages, self.tree.page_size
         taken = pages[:0]
         for first, end in result.adopted:
+            if end - first == len(pages) * page_size:
+                taken = pages
+                break
             run = pages[(first - start) // page_size : (end - start) // page_size]
             taken = taken + run if taken else run
         state = message.state if result.state == "adopted" else NO_SLOT
@@ -308,14 +312,14 @@ class TreeActor:
 
     def _dispatch(self, actions: Actions) -> None:
         assert self._allocator is not None
-        counts = self.counts
+        counts, send = self.counts, self._domain.send
         for action in actions:
             kind = type(action).__name__
             counts[kind] = counts.get(kind, 0) + 1
-            if isinstance(action, FreeDeviceSlots):
-                self._domain.send(self._allocator, action)
+            if type(action) is FreeDeviceSlots:
+                send(self._allocator, action)
             else:
-                self._domain.send(self._executor_of(action), action)
+                send(self._executor_of(action), action)
 
     def _executor_of(self, action: Action) -> Actor:
         if isinstance(action, EvictExcessPathStates):
