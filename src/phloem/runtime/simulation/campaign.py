@@ -75,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     recheck: bool = True
     audit_every: int = 1
     borrowers: int = 0
-    steps_max: int = 2_000_000
+    steps_max: int = 200_000
 
 
 def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
