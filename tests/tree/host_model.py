@@ -6,10 +6,12 @@ what a tier has is known without the tree: what a match must say is recomputed f
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
 
 from tree.host_world import HostWorld
+from tree.naive import NAMESPACES, page_tokens
 from tree.support import CALLER, Content, Pool
 
 from phloem.actors.actions import TREE
@@ -247,3 +249,63 @@ class HostRun:
         assert (figures.nodes, figures.leaves, figures.namespaces, figures.leases) == (0, 0, 0, 0)
         assert not world.tree.operations.live
         assert not world.tree.operations.dropped
+
+
+def wander(run: HostRun, chance: random.Random, steps: int) -> None:
+    """Do so many steps by chance."""
+    for _ in range(steps):
+        _wander_once(run, chance)
+
+
+def _wander_once(run: HostRun, chance: random.Random) -> None:
+    world, page = run.world, run.world.page
+    step = chance.random()
+    path = [chance.randint(1, 3) for _ in range(chance.randint(0, 6))]
+    key = TokenKey.of(page_tokens(path, page), NAMESPACES[chance.random() < 0.2])
+    lease = chance.choice(run.held) if run.held else None
+    state = chance.random() < 0.5
+    if step < 0.2:
+        run.publish(key, key.length, state, None)
+    elif step < 0.3:
+        if lease is not None and run.on_device(lease):
+            covered = lease.key.data[: lease.boundary * TOKEN_BYTES]
+            longer = TokenKey(covered, lease.key.namespace).extended(page_tokens(path[:3], page))
+            run.publish(longer, longer.length, state, lease)
+    elif step < 0.45:
+        if len(run.held) < 6:
+            session = chance.choice([None, "a", "b"])
+            run.acquire(key, key.length, plan=chance.random() < 0.8, session=session)
+    elif step < 0.64:
+        if lease is not None:
+            _use(run, lease, chance)
+    elif step < 0.76:
+        evict = run.evict if step < 0.72 else run.evict_host
+        evict(chance.randint(0, 5), chance.randint(0, 2))
+    elif step < 0.86:
+        if world.reserves:
+            run.answer(chance.choice([0, 0, chance.randrange(10)]), chance.random() < 0.15)
+    elif step < 0.93:
+        if world.copies:
+            run.end_copy(chance.randrange(10), chance.choice([0, 0, 0, 0, 1, 2, 3]))
+    elif step < 0.935:
+        run.reset(state)
+    elif step < 0.95:
+        if run.former:
+            run.release_former()
+    else:
+        run.match(key, key.length)
+
+
+def _use(run: HostRun, lease: Lease, chance: random.Random) -> None:
+    step = chance.randrange(8)
+    if step < 2:
+        run.advance(lease)
+    elif step == 2 and len(run.held) < 6:
+        run.fork(lease)
+    elif step == 3:
+        run.stand(lease)
+    elif step == 4 and lease.has_state:
+        run.world.tree.release_state(lease)
+        run.check()
+    else:
+        run.release(run.held.index(lease))

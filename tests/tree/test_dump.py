@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tree.host_world import HostWorld
 from tree.support import World, run
 
 from phloem.actors.tree import Namespace, TokenKey, Tree
@@ -74,3 +75,21 @@ def test_long_edges_and_marked_content_are_cut_short() -> None:
     world = World()
     world.publish(run(1, 100))
     assert "[1 2 3 4 ..] 0-100 FS" in picture(dump_tree(world.tree))
+
+
+def test_a_picture_shows_both_tiers_and_what_is_under_way() -> None:
+    world = HostWorld()
+    for end in (2, 4, 6):
+        world.publish(run(1, end))
+    world.reclaim_full(4)
+    lease, _ = world.tree.acquire(world.key(run(1, 4)), owner="r1")
+    world.tree.plan(lease)
+    assert picture(dump_tree(world.tree)).splitlines() == [
+        "generation 0: 3 nodes, 1 leaves, 2 leases; page 1, grid 2, lru",
+        "pages 2 (2 protected), states 1 (0 protected)",
+        "host: pages 6 (4 pinned), states 3 (1 pinned); 1 operations",
+        "default namespace",
+        "└─ [1 2] 0-2 FSfs protected",
+        "   └─ [3 4] 2-4 --fs load held by r1, op 4",
+        "      └─ [5 6] 4-6 --fs",
+    ]

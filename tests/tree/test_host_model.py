@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tree.host_model import HostRun
+from tree.host_model import HostRun, wander
 from tree.naive import NAMESPACES, page_tokens
 
-from phloem.actors.tree import TokenKey
+from phloem.actors.tree import TokenKey, Tree
+from phloem.actors.tree.journal import JournaledTree
+from phloem.actors.tree.recorder import TreeRecorder, replay
 
 FUZZ = int(os.environ.get("PHLOEM_FUZZ", "0"))
 HYBRID, PLAIN = ("kv", "state"), ("kv",)
@@ -169,8 +172,43 @@ def run_machine(config: str, examples: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("seed", range(12))
+def test_s143_random_steps(config: str, seed: int) -> None:
+    host_run = HostRun(*CONFIGS[config])
+    wander(host_run, random.Random(seed), 80)
+    host_run.end()
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fuzz_random_steps(config: str) -> None:
+    for seed in range(3000 * FUZZ):
+        host_run = HostRun(*CONFIGS[config])
+        try:
+            wander(host_run, random.Random(seed), 80)
+            host_run.end()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_is_replayed_with_and_without_a_journal(config: str, seed: int) -> None:
+    host_run = HostRun(*CONFIGS[config])
+    lines: list[bytes] = []
+    TreeRecorder(host_run.world.tree, lines.append)
+    wander(host_run, random.Random(100 + seed), 60)
+    host_run.end()
+    for make in (Tree, JournaledTree):
+        assert replay(lines, make).figures() == host_run.world.tree.figures()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_s143_the_tiers_agree_with_the_pools(config: str) -> None:
-    run_machine(config, examples=15, steps=50)
+    run_machine(config, examples=12, steps=50)
 
 
 @pytest.mark.fuzz

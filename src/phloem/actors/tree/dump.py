@@ -7,7 +7,7 @@ from array import array
 import msgspec
 
 from phloem.actors.tree.leases import protected
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_SLOT, HostPart, Node
 from phloem.actors.tree.radix import RootName
 from phloem.actors.tree.tree import Tree, TreeFigures
 
@@ -20,7 +20,8 @@ _DEPTH_SHOWN = 24  # deeper nodes are drawn at this indentation
 class NodeView(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One node. `depth` counts nodes from its root; `tokens` are the first of its edge.
 
-    `device_pages` counts pages; `state` is the slot of the state at `end`, 0 for none. `leases`
+    `device_pages` and `host_pages` count pages; `state` and `host_state` are the slots of the state
+    at `end`, 0 for none. `moving` says what is under way: `backup`, `load`, `leaving`. `leases`
     lists the owners of the leases anchored here, `state_leases` how many of them took the state;
     `last` is true for the last child of its parent.
     """
@@ -33,6 +34,9 @@ class NodeView(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     tokens: tuple[int, ...]
     device_pages: int
     state: int
+    host_pages: int = 0
+    host_state: int = NO_SLOT
+    moving: tuple[str, ...] = ()
     leases: tuple[str, ...]
     state_leases: int
     protected: bool
@@ -54,6 +58,7 @@ class Dump(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     page_size: int
     grid: int
     policy: str
+    host: bool
     now: int
     spaces: tuple[tuple[RootName, tuple[NodeView, ...]], ...]
     left_out: int
@@ -77,6 +82,7 @@ def dump_tree(tree: Tree, limit: int = 1000) -> Dump:
         page_size=tree.page_size,
         grid=tree.grid,
         policy=tree.policy.name,
+        host=tree.host is not None,
         now=tree.now,
         spaces=tuple(spaces),
         left_out=tree.radix.nodes - (limit - room),
@@ -105,6 +111,7 @@ def _view(node: Node, depth: int, last: bool, holders: dict[int, list[str]]) -> 
     assert parent is not None
     tokens = array("I")
     tokens.frombytes(node.edge[: _TOKENS_SHOWN * tokens.itemsize])
+    part = node.host or HostPart()
     return NodeView(
         id=node.id,
         parent=parent.id,
@@ -114,6 +121,9 @@ def _view(node: Node, depth: int, last: bool, holders: dict[int, list[str]]) -> 
         tokens=tuple(tokens),
         device_pages=node.page_count,
         state=node.state,
+        host_pages=len(part.page_ids) // ID_BYTES,
+        host_state=part.state,
+        moving=_moving(part),
         leases=tuple(holders.get(node.id, ())),
         state_leases=node.state_leases,
         protected=protected(node),
@@ -126,11 +136,21 @@ def _view(node: Node, depth: int, last: bool, holders: dict[int, list[str]]) -> 
     )
 
 
+def _moving(part: HostPart) -> tuple[str, ...]:
+    under_way = {
+        "backup": part.kv_backup or part.state_backup,
+        "load": part.kv_load or part.state_load,
+        "leaving": part.leaving or part.state_leaving,
+    }
+    return tuple(what for what, number in under_way.items() if number)
+
+
 def picture(dump: Dump) -> str:
     """The dump as lines for a terminal.
 
-    Each node shows its tokens, where it ends, its data (`F` KV and `S` a state on the device, `-`
-    nothing) and, where there are any, its lease holders, sessions and priority.
+    Each node shows its tokens, where it ends, its data (`F` KV and `S` a state on the device, `f`
+    and `s` on the host, `-` nothing) and, where there are any, what is under way, its lease
+    holders, sessions and priority.
     """
     figures = dump.figures
     lines = [
@@ -139,9 +159,15 @@ def picture(dump: Dump) -> str:
         f"pages {figures.pages} ({figures.pages_protected} protected), "
         f"states {figures.states} ({figures.states_protected} protected)",
     ]
+    if dump.host:
+        lines.append(
+            f"host: pages {figures.host_pages} ({figures.host_pages_pinned} pinned), "
+            f"states {figures.host_states} ({figures.host_states_pinned} pinned); "
+            f"{figures.operations} operations"
+        )
     for name, views in dump.spaces:
         lines.append(_space_line(name))
-        lines.extend(_node_lines(views))
+        lines.extend(_node_lines(views, dump.host))
     if dump.left_out > 0:
         lines.append(f"... and {dump.left_out} more nodes")
     return "\n".join(lines)
@@ -154,24 +180,28 @@ def _space_line(name: RootName) -> str:
     return ", ".join(filter(None, parts)) or "default namespace"
 
 
-def _node_lines(views: tuple[NodeView, ...]) -> list[str]:
+def _node_lines(views: tuple[NodeView, ...], host: bool) -> list[str]:
     lines: list[str] = []
     bars: list[str] = []  # of the ancestors, one for each depth
     for view in views:
         del bars[view.depth - 1 :]
         drawn = bars[-_DEPTH_SHOWN:]
         branch = "└─ " if view.last else "├─ "
-        lines.append("".join(drawn) + branch + _node_text(view))
+        lines.append("".join(drawn) + branch + _node_text(view, host))
         bars.append("   " if view.last else "│  ")
     return lines
 
 
-def _node_text(view: NodeView) -> str:
+def _node_text(view: NodeView, host: bool) -> str:
     shown = " ".join(str(token) for token in view.tokens)
     if view.end - view.start > len(view.tokens):
         shown += " .."
     data = ("F" if view.device_pages else "-") + ("S" if view.state != NO_SLOT else "-")
+    if host:
+        data += ("f" if view.host_pages else "-") + ("s" if view.host_state != NO_SLOT else "-")
     text = f"[{shown}] {view.start}-{view.end} {data}"
+    if view.moving:
+        text += f" {' '.join(view.moving)}"
     if view.leases:
         text += f" held by {', '.join(view.leases)}"
     elif view.protected:

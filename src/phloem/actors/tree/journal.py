@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import Literal
 
 from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.policies import Score
 from phloem.actors.tree.radix import Radix, RootName
+from phloem.actors.tree.shedding import Tally
 from phloem.actors.tree.tree import Actions, Tree
 from phloem.events import (
     Change,
@@ -34,6 +36,7 @@ from phloem.events import (
 __all__ = ["Journal", "JournaledTree"]
 
 _WORD = 64
+_Loss = Literal["leaf", "tail", "state", "demoted", "leaving"]
 
 
 class Journal:
@@ -52,8 +55,11 @@ class Journal:
         """The policy has chosen this node to lose data next."""
         self._chosen = candidate
 
-    def loses(self, node: Node, what: Literal["leaf", "tail", "state"], pages: int) -> None:
-        """`node` is about to lose so many pages, or its state, or all."""
+    def loses(self, node: Node, what: _Loss, pages: int) -> None:
+        """`node` is about to lose so many pages, or its state, or all.
+
+        `demoted`: the host has it; `leaving`: it goes when the host has it.
+        """
         score: list[int] = []
         if self._chosen is not None and self._chosen[1] is node:
             score = _words(self._chosen[0])
@@ -117,6 +123,14 @@ class _JournaledRadix(Radix):
         self._journal.note(NodeAdded(leaf.id, parent.id, len(edge) // TOKEN_BYTES))
         return leaf
 
+    def put_state(self, node: Node, state: int) -> None:
+        super().put_state(node, state)
+        self._journal.note(StatePut(node.id, state))
+
+    def take_state(self, node: Node) -> int:
+        self._journal.note(StateTaken(node.id))
+        return super().take_state(node)
+
     def split(self, node: Node, inside: int) -> Node:
         upper = super().split(node, inside)
         self._journal.note(NodeSplit(node.id, upper.id, inside // TOKEN_BYTES))
@@ -170,15 +184,15 @@ class JournaledTree(Tree):
             return walk.partial.id
         return walk.path[-1].id if walk.path else 0
 
-    def _offer_state(
-        self, node: Node, state: int, owner: int, actions: Actions, *, arrived: bool
-    ) -> Literal["adopted", "duplicate", "none"]:
-        outcome = super()._offer_state(node, state, owner, actions, arrived=arrived)
-        if outcome == "adopted":
-            self.journal.note(StatePut(node.id, state))
-        return outcome
-
     def _drop_state(self, node: Node, actions: Actions) -> None:
         self.journal.loses(node, "state", 0)
-        self.journal.note(StateTaken(node.id))
         super()._drop_state(node, actions)
+
+    def _demote(self, host: HostTier, node: Node, actions: Actions) -> None:
+        if node.host is not None and not node.host.leaving:  # what leaves was a victim before
+            self.journal.loses(node, "demoted", node.page_count)
+        super()._demote(host, node, actions)
+
+    def _copy_first(self, host: HostTier, node: Node, gone: Tally) -> None:
+        self.journal.loses(node, "leaving", node.page_count)
+        super()._copy_first(host, node, gone)
