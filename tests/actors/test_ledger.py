@@ -50,10 +50,10 @@ WRONG: dict[str, Callable[[Ids, Pool], Ids]] = {
 def pool_with(count: int) -> tuple[Pool, Ids]:
     """Places of account 1, and some of everybody else."""
     pool = Pool("kv", count + 20)
-    ids = pool.take(count, 1)
+    ids = pool.take(count, 1)[0]
     pool.take(3, 2)
-    pool.move(pool.take(3, 3), 3, TREE)
-    pool.park(pool.take(3, 3), 3)
+    pool.move(pool.take(3, 3)[0], 3, TREE)
+    pool.park(pool.take(3, 3)[0], 3)
     pool.audit()
     return pool, ids
 
@@ -84,7 +84,7 @@ def test_f001_nothing_is_given_back_twice(count: int) -> None:
         with pytest.raises(OwnershipError):
             pool.give(ids, owner)
     assert whole(pool) == before
-    assert sorted(pool.take(count, 4)) == sorted(ids)
+    assert sorted(pool.take(count, 4)[0]) == sorted(ids)
     with pytest.raises(OwnershipError):
         pool.give(ids, 1)  # they are another's by now
     pool.audit()
@@ -115,7 +115,7 @@ def test_among_keeps_what_is_the_owners(count: int) -> None:
 
 def test_the_reserved_place_is_never_granted() -> None:
     pool = Pool("state", 5)
-    assert sorted(pool.take(4, 1)) == [1, 2, 3, 4] and pool.free == 0
+    assert sorted(pool.take(4, 1)[0]) == [1, 2, 3, 4] and pool.free == 0
     with pytest.raises(OwnershipError):
         pool.check(array("i", (0,)), FREE)
     with pytest.raises(InvalidRequest):

@@ -30,7 +30,6 @@ PARKED = -2
 _RESERVED = -3  # cell 0: owned by nobody who could ever be named
 _FEW = 6  # up to so many ids a loop is faster than anything else
 _BULK = 16  # from so many ids on numpy is faster than a loop, wherever they are
-_BULK_UNIQUE = 64  # and from so many on it also finds repetitions faster than a set
 _CELL = Struct("i")
 
 Indices: TypeAlias = "npt.NDArray[np.intp] | slice[int, int, None]"
@@ -47,7 +46,6 @@ class Pool:
         self._cells = array("i", bytes(4 * size))
         self._cells[0] = _RESERVED
         self._cells_np = np.frombuffer(self._cells, np.int32)
-        self._marks = np.zeros(size, np.int32)  # scratch: where in a run each place was named
         # The free places are at the end of a stack of fixed length, since an array that grows and
         # shrinks is moved; they go from the front, at first the lowest.
         self._stack = array("i", range(1, size))
@@ -63,15 +61,19 @@ class Pool:
         """The places that can be granted at once, the next one last; a copy."""
         return self._stack[self.size - self.free :][::-1]
 
-    def take(self, count: int, account: int) -> Ids:
-        """Grant `count` free places to `account`; there must be so many."""
+    def take(self, count: int, account: int) -> tuple[Ids, Indices | None]:
+        """Grant `count` free places, of which there must be so many, to `account`.
+
+        Also returns what picks their cells in one go, for `move`.
+        """
         assert 0 <= count <= self.free
         top = self.size - self.free
         ids = self._stack[top : top + count]
-        self._write(ids, account)
+        places = self._indices(ids)
+        self._write(ids, account, places)
         self.free -= count
         self.granted += count
-        return ids
+        return ids, places
 
     def take_one(self, account: int) -> int:
         """`take` for a single place."""
@@ -90,14 +92,14 @@ class Pool:
             self._cells[place] = FREE
             self._stack[top - 1] = place
         else:
-            self._write(ids, FREE, self.check(ids, owner))
+            self._take_over(ids, owner, FREE)
             self._stack[top - count : top] = ids
         self.free += count
         self._leave(owner, count)
 
     def park(self, ids: Ids, owner: int) -> None:
         """Take `ids` from `owner` without freeing them yet."""
-        self._write(ids, PARKED, self.check(ids, owner))
+        self._take_over(ids, owner, PARKED)
         self._leave(owner, len(ids))
         self.parked += len(ids)
 
@@ -105,9 +107,9 @@ class Pool:
         """Free parked `ids`: nothing touches them any more."""
         self.give(ids, PARKED)
 
-    def move(self, ids: Ids, owner: int, to: int) -> None:
+    def move(self, ids: Ids, owner: int, to: int, places: Indices | None = None) -> None:
         """Change the owner of `ids`, which were checked to be `owner`'s."""
-        self._write(ids, to)
+        self._write(ids, to, self._indices(ids) if places is None else places)
         self._leave(owner, len(ids))
         if to == TREE:
             self.tree += len(ids)
@@ -133,55 +135,60 @@ class Pool:
         """The owner of each of `ids`; raises `OwnershipError` like `owner_of`."""
         return array("i", [self.owner_of(place) for place in ids])
 
-    def check(self, ids: Ids, owner: int) -> Indices | None:
-        """Raise `OwnershipError` unless all `ids` are different and `owner`'s.
-
-        Returns what picks their cells in one go, None for a few.
-        """
-        count = len(ids)
-        places = self._indices(ids) if count > _FEW else None
-        if places is None:
-            cells, size = self._cells, self.size
-            for place in ids:
-                if not 0 < place <= size or cells[place] != owner:
-                    raise self._foreign(place, owner)
-        else:
-            try:
-                owners = self._cells_np[places]
-            except IndexError:
-                raise self._first_foreign(ids, owner) from None
-            if owners.tobytes() != _CELL.pack(owner) * count:
-                raise self._first_foreign(ids, owner)
-        if count > 1 and not isinstance(places, slice) and not self._all_different(ids, places):
-            raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
-        return places
+    def check(self, ids: Ids, owner: int) -> None:
+        """Raise `OwnershipError` unless all `ids` are different and `owner`'s."""
+        self._take_over(ids, owner, owner)
 
     def check_one(self, place: int, owner: int) -> None:
         """`check` for a single place."""
         if not 0 < place <= self.size or self._cells[place] != owner:
             raise self._foreign(place, owner)
 
-    def _all_different(self, ids: Ids, places: npt.NDArray[np.intp] | None) -> bool:
-        """Whether places of this pool are named once each."""
+    def _take_over(self, ids: Ids, owner: int, to: int) -> None:
+        """Check and write in one: `ids`, which must be different and `owner`'s, become `to`'s."""
         count = len(ids)
-        if places is None or count < _BULK_UNIQUE:
-            return len(set(ids)) == count
-        self._marks[places] = self._order_np[:count]
-        return self._order.startswith(self._marks[places].tobytes())
+        places = self._indices(ids)
+        if places is None:
+            cells, size = self._cells, self.size
+            for place in ids:
+                if not 0 < place <= size or cells[place] != owner:
+                    raise self._foreign(place, owner)
+            if count > 1 and len(set(ids)) != count:
+                raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
+            for place in ids:
+                cells[place] = to
+            return
+        many = self._cells_np
+        try:
+            owners = many[places]
+        except IndexError:
+            raise self._first_foreign(ids, owner) from None
+        if owners.tobytes() != _CELL.pack(owner) * count:
+            raise self._first_foreign(ids, owner)
+        if not isinstance(places, slice):
+            # Each cell says for a moment where its place was named last.
+            many[places] = self._order_np[:count]
+            if not self._order.startswith(many[places].tobytes()):
+                many[places] = owner
+                raise OwnershipError(f"{self.component} places repeat: {_first_twice(ids)}")
+        many[places] = to
 
     def _indices(self, ids: Ids) -> Indices | None:
-        """What picks the cells of `ids`, if they are places of this pool; None when too few."""
+        """What picks the cells of `ids`, if they are places of this pool; None for a few."""
+        count = len(ids)
+        if count <= _FEW:
+            return None
         first = ids[0]
         if first > 0 and self._order.startswith(ids, first * _CELL.size):
-            return slice(first, first + len(ids))
-        if len(ids) < _BULK:
+            return slice(first, first + count)
+        if count < _BULK:
             return None
         # As unsigned, a negative place is out of range like any other that is too large.
         return np.frombuffer(ids, np.uint32).astype(np.intp)
 
     def among(self, ids: Ids, owner: int) -> Ids:
         """Those of `ids`, places of this pool, that are `owner`'s."""
-        places = self._indices(ids) if len(ids) > _FEW else None
+        places = self._indices(ids)
         if places is None:
             cells = self._cells
             return array("i", [place for place in ids if cells[place] == owner])
@@ -209,9 +216,7 @@ class Pool:
         assert len(np.unique(free)) == self.free, f"{self.component}: a place is free twice"
         assert (self._cells_np[free] == FREE).all(), f"{self.component}: a free place is owned"
 
-    def _write(self, ids: Ids, owner: int, places: Indices | None = None) -> None:
-        if places is None and len(ids) > _FEW:
-            places = self._indices(ids)
+    def _write(self, ids: Ids, owner: int, places: Indices | None) -> None:
         if places is None:
             cells = self._cells
             for place in ids:
@@ -245,7 +250,8 @@ class Account(msgspec.Struct, eq=False):
     """What one grant holds outside the tree. `owner` names who asked, for logs and waiters.
 
     `fences` are the steps that may still touch what it gives up. `whole` lists its pages while it
-    has all it was granted at once and nothing else, so that offering exactly these needs no search.
+    has all it was granted at once and nothing else, so that offering exactly these needs no search;
+    `places` then picks their cells.
     """
 
     number: int
@@ -254,6 +260,7 @@ class Account(msgspec.Struct, eq=False):
     states: int = 0
     fences: tuple[Fence, ...] = ()
     whole: Ids | None = None
+    places: Indices | None = None
 
 
 class Ledger:
@@ -280,23 +287,25 @@ class Ledger:
         if held is None:
             self._next = account = self._next + 1
             held = self._open(account, owner)
-            page_ids = self.kv.take(pages, account)
+            page_ids, held.places = self.kv.take(pages, account)
             held.whole = page_ids[:]  # the caller may write to its own
         else:
-            page_ids = self.kv.take(pages, account)
+            page_ids, _ = self.kv.take(pages, account)
             if pages:
-                held.whole = None
+                held.whole = held.places = None
         held.pages += pages
         held.states += states
         if states == 1:
             return account, page_ids, array("i", (self.state.take_one(account),))
-        return account, page_ids, self.state.take(states, account)
+        return account, page_ids, self.state.take(states, account)[0]
 
     def adopt(self, account: int, pages: Ids, state: int) -> None:
         """Move `pages` and `state` (0: none), which were checked, from an account to the tree."""
         count = len(pages)
         if count:
-            self.kv.move(pages, account, TREE)
+            held = self.accounts[account]
+            whole = held.whole is not None and count == held.pages
+            self.kv.move(pages, account, TREE, held.places if whole else None)
         if state:
             self.state.move_one(state, account, TREE)
         self.left(account, count, 1 if state else 0)
@@ -308,7 +317,7 @@ class Ledger:
         held.states -= states
         assert held.pages >= 0 and held.states >= 0
         if pages:
-            held.whole = None
+            held.whole = held.places = None
         if not held.pages and not held.states:
             self._close(held)
 
@@ -386,7 +395,7 @@ class Ledger:
             return
         self.pool(component).move(array("i", (place,)), home.number, into.number)
         kv = component == "kv"
-        into.whole = None
+        into.whole = into.places = None
         into.pages += kv
         into.states += not kv
         self.left(home.number, int(kv), int(not kv))
