@@ -105,6 +105,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--log", type=Path, metavar="FILE", help="write the events as JSON lines")
     demo.add_argument("--quick", action="store_true", help="a few requests only")
+    pools = demo.add_argument_group("pools")
+    pools.add_argument("--pages", default=2048, type=int, metavar="N", help="on the device")
+    pools.add_argument("--states", default=64, type=int, metavar="N", help="on the device")
+    pools.add_argument("--host", default="0", metavar="SIZE", help="a host tier, like 256MiB")
+    pools.add_argument(
+        "--write-policy",
+        default="write_through",
+        metavar="WHEN",
+        help="write_through, selective or write_back (default: %(default)s)",
+    )
     commands.add_parser(
         "env",
         parents=[json_option],
@@ -121,6 +131,7 @@ def _demo(options: argparse.Namespace) -> int:
         from rich.console import Console
 
         from phloem.runtime.demo.main import Options, run
+        from phloem.runtime.demo.measure import Settings
         from phloem.runtime.demo.report import show
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -138,6 +149,12 @@ def _demo(options: argparse.Namespace) -> int:
             traces=options.traces,
             log=options.log,
             quick=options.quick,
+            settings=Settings(
+                pages=options.pages,
+                states=options.states,
+                host_bytes=options.host,
+                write_policy=options.write_policy,
+            ),
         )
     )
     to_stdout = options.json == _STDOUT

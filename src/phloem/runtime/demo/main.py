@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +16,7 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from phloem.runtime.demo.measure import Comparison, compare
+from phloem.runtime.demo.measure import Comparison, Settings, compare
 from phloem.runtime.demo.report import Report
 from phloem.runtime.demo.workloads import (
     Workload,
@@ -39,13 +39,17 @@ _WARM_UP = simultaneous(requests=2, shared=64, own=64, max_new=2)
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for. `traces`: a folder with more traces; `quick`: very small."""
+    """What the command line asks for. `traces`: a folder with more traces; `quick`: very small.
+
+    `settings`: the sizes of the pools.
+    """
 
     model: str = "qwen3-next"
     seed: int = 0
     traces: Path | None = None
     log: Path | None = None
     quick: bool = False
+    settings: Settings = field(default_factory=Settings)
 
 
 def workloads(options: Options) -> list[Workload]:
@@ -81,7 +85,9 @@ def run(options: Options) -> Report:
         model = TransformersModel(build_model(options.model, options.seed))
         asyncio.run(compare(model, _WARM_UP))  # the first passes of a process are slower
         progress.step()
-        comparisons = [_compare(model, workload, progress, log) for workload in served]
+        comparisons = [
+            _compare(model, workload, options.settings, progress, log) for workload in served
+        ]
         progress.begin("asking the model that recalls facts")
         recall = score_recall(seed=options.seed, prompts=4 if options.quick else 40)
         progress.step()
@@ -96,13 +102,17 @@ def run(options: Options) -> Report:
 
 
 def _compare(
-    model: TransformersModel, workload: Workload, progress: _Progress, log: IO[bytes] | None
+    model: TransformersModel,
+    workload: Workload,
+    settings: Settings,
+    progress: _Progress,
+    log: IO[bytes] | None,
 ) -> Comparison:
     progress.begin(f"{workload.name}: {workload.about}")
     if log is None:
-        return asyncio.run(compare(model, workload, tick=progress.step))
+        return asyncio.run(compare(model, workload, settings, tick=progress.step))
     with open_log(log, fields={"workload": workload.name}) as sink:
-        return asyncio.run(compare(model, workload, events=sink, tick=progress.step))
+        return asyncio.run(compare(model, workload, settings, events=sink, tick=progress.step))
 
 
 def _failures(comparisons: list[Comparison], recall: RecallScore) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from phloem.actors.tree.core import WritePolicy
 from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.threads import WorkerStream
@@ -42,7 +43,8 @@ class Settings:
     """The pools and the chunk of prefill, the same with and without the cache.
 
     With `chunk` equal to the grid (`state_chunk` here), a prompt is computed in the same pieces
-    whatever was reused, so its logits are the same bits.
+    whatever was reused, so its logits are the same bits. With `host_bytes` the cache has a host
+    tier, which is of use when `pages` or `states` are fewer than what is worth keeping.
     """
 
     page_size: int = 16
@@ -50,6 +52,11 @@ class Settings:
     pages: int = 2048
     states: int = 64
     chunk: int = 64
+    host_bytes: int | str = 0
+    write_policy: WritePolicy = "write_through"
+
+
+_BARE = Settings()  # at least: who keeps nothing is not to be slowed by small pools
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -70,7 +77,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """One workload with the cache and without, and what the cache looked like at the end.
 
     `unaccounted` counts places that are neither free nor the tree's once nobody is served.
-    `audit` is empty when it passed.
+    `audit` is empty when it passed. `tokens_loaded` came from the host tier.
     """
 
     workload: str
@@ -87,6 +94,7 @@ class Comparison(msgspec.Struct, frozen=True):
     pools: dict[str, PoolStats]
     unaccounted: int
     audit: str
+    tokens_loaded: int
 
     @property
     def speedup(self) -> float:
@@ -123,6 +131,8 @@ async def compare(
         state_chunk=settings.state_chunk,
         device_pages=settings.pages,
         device_states=settings.states if model.layout.has_states else 0,
+        host_bytes=settings.host_bytes,
+        write_policy=settings.write_policy,
     )
     async with CacheRuntime(config, events=events) as cache, AsyncExitStack() as at_end:
         stream = cache.worker_stream("model")
@@ -136,6 +146,8 @@ async def compare(
     bare_outputs, bare = await _serve_bare(model, workload, settings, tick, clock)
     pairs = [(outputs[turn.id], bare_outputs[turn.id]) for turn in workload.turns]
     pools = {"kv": stats.kv, "state": stats.state}
+    if stats.host_kv is not None and stats.host_state is not None:
+        pools |= {"host kv": stats.host_kv, "host state": stats.host_state}
     return Comparison(
         workload=workload.name,
         about=workload.about,
@@ -151,6 +163,7 @@ async def compare(
         pools=pools,
         unaccounted=sum(pool.size - pool.free - pool.tree for pool in pools.values()),
         audit=audit,
+        tokens_loaded=stats.tokens_loaded,
     )
 
 
@@ -160,8 +173,8 @@ async def _serve_bare(
     stream = WorkerStream("model", LoopPoster(asyncio.get_running_loop()))
     pools = DevicePools.allocate(
         model.layout,
-        pages=settings.pages + 1,
-        states=settings.states + 1 if model.layout.has_states else 0,
+        pages=max(settings.pages, _BARE.pages) + 1,
+        states=max(settings.states, _BARE.states) + 1 if model.layout.has_states else 0,
         page_size=settings.page_size,
     )
     try:

@@ -89,6 +89,7 @@ _ROWS: list[tuple[str, Callable[[Comparison], str]]] = [
     ("actions", _actions),
     ("kv pages", lambda c: _pool(c.pools["kv"])),
     ("state slots", lambda c: _pool(c.pools["state"])),
+    ("from the host", lambda c: f"{c.tokens_loaded:,} tokens" if "host kv" in c.pools else "off"),
     ("unaccounted", lambda c: f"{c.unaccounted}"),
     ("audit", lambda c: "failed" if c.audit else "passed"),
 ]

@@ -232,6 +232,9 @@ class HybridServer(Generic[R]):
             await request.allocate(tokens - request.computed)
             self._may_decode.clear()
         await request.ready()
+        # Less may have come from the host than was promised; otherwise these have nothing to do.
+        await request.allocate(tokens - request.computed)
+        await request.ready()
 
     async def _prefill(self, request: R, prompt: Sequence[int], max_new: int) -> tuple[int, Tensor]:
         """Computes what is not reused; returns how many tokens and the last logits."""
