@@ -61,10 +61,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "if False and self._let_in:",
     ),
     Mutant(
-        "the last message is taken first",
+        "what a turn sent last is handled first",
         DOMAIN,
-        "sent else queue.popleft()",
-        "sent else queue.pop()",
+        "entry = sent.popleft() if",
+        "entry = sent.pop() if",
     ),
     Mutant(
         "a late answer is not undone",
