@@ -15,6 +15,7 @@ from phloem.errors import CacheCrashed, InvalidRequest, OwnershipError, RuntimeC
 
 pytestmark = pytest.mark.sim(seeds=1, policy="fifo")  # tests that count the rounds of a loop
 
+
 @dataclass(frozen=True)
 class Say:
     """Answered with its text, after sending what `then` says to the same actor."""
