@@ -107,23 +107,23 @@ class Pool:
         """Free parked `ids`: nothing touches them any more."""
         self.give(ids, PARKED)
 
-    def move(self, ids: Ids, owner: int, to: int, places: Indices | None = None) -> None:
-        """Change the owner of `ids`, which were checked to be `owner`'s."""
-        self._write(ids, to, self._indices(ids) if places is None else places)
-        self._leave(owner, len(ids))
+    def move(self, ids: Ids, account: int, to: int, places: Indices | None = None) -> None:
+        """Give `ids`, which were checked to be `account`'s, to the tree or another account."""
+        assert account > 0
+        if places is None:
+            places = self._indices(ids)
+        self._write(ids, to, places)
         if to == TREE:
+            self.granted -= len(ids)
             self.tree += len(ids)
-        else:
-            self.granted += len(ids)
 
-    def move_one(self, place: int, owner: int, to: int) -> None:
+    def move_one(self, place: int, account: int, to: int) -> None:
         """`move` for a single place."""
+        assert account > 0
         self._cells[place] = to
-        self._leave(owner, 1)
         if to == TREE:
+            self.granted -= 1
             self.tree += 1
-        else:
-            self.granted += 1
 
     def owner_of(self, place: int) -> int:
         """The owner of a place; raises `OwnershipError` for one that is not in the pool."""

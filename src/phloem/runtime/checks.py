@@ -12,6 +12,8 @@ __all__ = ["integer"]
 
 def integer(what: str, value: SupportsIndex, least: int = 0) -> int:
     """`value` as an int. Raises `InvalidRequest` unless it is a whole number, `least` or more."""
+    if type(value) is int and value >= least:
+        return value
     try:
         number = operator.index(value)
     except TypeError:

@@ -218,7 +218,7 @@ class Core:
 
     def release_lease(self, lease: TreeLease) -> None:
         """End a lease now. After the runtime's end there is nothing left to release."""
-        if not self.stopped:
+        if self.domain.stopped is None:
             self.domain.run(self.tree_actor, m.Release(lease))
 
     def release_lease_after(self, lease: TreeLease, fences: tuple[Fence, ...]) -> None:

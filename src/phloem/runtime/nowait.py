@@ -111,7 +111,10 @@ class Nowait:
 
     def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
         """Give back a lease, or what is left of a grant."""
-        release_handle(self._core, handle, after)
+        if after is None and type(handle) is Lease:
+            handle.release_after(self._core)
+        else:
+            release_handle(self._core, handle, after)
 
     def match_many(self, keys: Iterable[Tokens], *, whole: bool = False) -> list[Match]:
         """Match a batch of prompts."""
@@ -185,9 +188,6 @@ def _ids(pages: Ids | Sequence[int]) -> Ids:
 
 def release_handle(core: Core, handle: Lease | Grant, after: Step | None) -> None:
     """Give back a lease or a grant, once the step `after` has ended."""
-    if after is None and type(handle) is Lease:
-        handle.release_after(core)
-        return
     fences: tuple[Fence, ...] = () if after is None or after.fence.passed else (after.fence,)
     if isinstance(handle, Grant):
         if handle.ledger is not core.ledger:

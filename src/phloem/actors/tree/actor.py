@@ -201,7 +201,7 @@ class TreeActor:
             self.tiers.let_go(lease.id)
         if self._joined:
             self._went_on(lease)
-        if self.tree.sweeping:
+        if self.tree.generation and self.tree.sweeping:
             self._domain.send(self, m.Sweep())
         if self._tell is not None:
             self._tell.ended(lease, leaked=message.leaked)

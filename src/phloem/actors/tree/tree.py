@@ -25,6 +25,8 @@ from phloem.errors import InvalidRequest, StaleHandle
 
 __all__ = ["Actions", "Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
 
+_NONE_CHANGED: Sequence[PagesChanged] = ()
+
 
 class Tree(LoadingTree):
     """The radix tree with its leases and candidate indexes.
@@ -248,10 +250,13 @@ class Tree(LoadingTree):
         if lease is not None:
             self.check_lease(lease)
             start = lease.anchor.end
-            if lease.root != key.root:
-                raise InvalidRequest(f"{lease} is of namespace {lease.root}, the key of {key.root}")
-            if not lease.leads_into(key):
-                raise InvalidRequest(f"the key does not continue the path of {lease}")
+            if lease.key is not key:
+                if lease.root != key.root:
+                    raise InvalidRequest(
+                        f"{lease} is of namespace {lease.root}, the key of {key.root}"
+                    )
+                if not lease.leads_into(key):
+                    raise InvalidRequest(f"the key does not continue the path of {lease}")
             if lease.load or (start and not lease.anchor.page_ids):
                 raise InvalidRequest(f"the boundary of {lease} is not on the device yet")
         whole = length // self.page_size * self.page_size
@@ -313,7 +318,11 @@ class Tree(LoadingTree):
             return self._give_all_back(pages if swap else pages[:0], state, owner)
         node = lease.anchor if lease is not None else self.radix.root(key.root)
         self.now += 1
-        node, offset, changed = self._walk_for_insert(key, node, start, stop)
+        node.stamp = self.now
+        if node.children is None:  # as after a lease's boundary, mostly
+            offset, changed = start * TOKEN_BYTES, _NONE_CHANGED
+        else:
+            node, offset, changed = self._walk_for_insert(key, node, start, stop)
         present = offset // TOKEN_BYTES
         taken = (present - start) // self.page_size  # pages of the caller that are duplicates
         actions: Actions = []
@@ -348,7 +357,7 @@ class Tree(LoadingTree):
             self._plan_backups(node, actions)
         end = stop // TOKEN_BYTES
         adopted = ((present, end),) if end > present else ()
-        pages_changed = tuple(changed) if swap and changed else ()
+        pages_changed = tuple(changed) if swap else ()
         return InsertResult(reused, end, adopted, outcome, pages_changed), actions
 
     def _give_all_back(self, pages: Ids, state: int, owner: int) -> tuple[InsertResult, Actions]:
@@ -367,7 +376,6 @@ class Tree(LoadingTree):
         data, page_bytes, now = key.data, self.radix.page_bytes, self.now
         offset = start * TOKEN_BYTES
         changed: list[PagesChanged] = []
-        node.stamp = now
         while offset < stop and node.children is not None:
             child = node.children.get(data[offset : offset + page_bytes])
             if child is None:
