@@ -174,12 +174,45 @@ def _inserts(form: Form, prompts: list[TokenKey]) -> list[int]:
     return samples
 
 
+async def _long_awaited(
+    form: AwaitForm, paths: Paths, prompts: list[TokenKey], tokens: int
+) -> dict[str, Summary]:
+    samples: dict[str, list[int]] = {"insert": [], "match": [], "lease": [], "evict": []}
+    for prompt in prompts:
+        job = await form.begin(prompt)
+        begun = wall_clock()
+        await form.insert(job)
+        samples["insert"].append(wall_clock() - begun)
+        await form.end(job)
+    longer = [TokenKey(prompt.data + paths.tokens(EDGE)) for prompt in prompts]
+    for _ in range(3):  # as in `_long`
+        matched, leased = _anew(longer), _anew(longer)
+        samples["match"], samples["lease"] = [], []
+        for key, same in zip(matched, leased, strict=True):
+            begun = wall_clock()
+            await form.match(key)
+            samples["match"].append(wall_clock() - begun)
+            begun = wall_clock()
+            await form.lease(same)
+            samples["lease"].append(wall_clock() - begun)
+    for _ in prompts:
+        begun = wall_clock()
+        await form.evict(tokens // PAGE)
+        samples["evict"].append(wall_clock() - begun)
+    return {name: summary(values) for name, values in samples.items()}
+
+
 async def _long_through_runtime(
     paths: Paths, room: int, prompts: Callable[[Paths], list[TokenKey]], tokens: int
 ) -> Costs:
     cache = await open_runtime(room, paths.nodes + 1000)
     form = NowaitForm(cache, paths)
     out: Costs = {form.name: _long(form, paths, prompts(paths), tokens)}
+    for inline in (True, False):
+        _set_inline(cache, inline)
+        awaited = AwaitForm(cache, inline=inline)
+        out[awaited.name] = await _long_awaited(awaited, paths, prompts(paths), tokens)
+    _set_inline(cache, True)
     await cache.audit()
     await cache.close()
     return out
