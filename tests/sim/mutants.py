@@ -116,22 +116,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "if self._fits(message):",
     ),
     Mutant(
-        "room that came while the tree was asked is overlooked",
-        ALLOCATOR,
-        "        if self._moved:\n            self._untry()",
-        "        if False:\n            self._untry()",
-    ),
-    Mutant(
         "a deadlock of holders is not broken",
         ALLOCATOR,
         "        youngest = next(",
         "        return False\n        youngest = next(",
-    ),
-    Mutant(
-        "what was given back by action wakes nobody",
-        ALLOCATOR,
-        "            self._freed(action.component, ids, owner)\n        if self._ledger.waiting:",
-        "            self._freed(action.component, ids, owner)\n        if False:",
     ),
     # -- copies
     Mutant(

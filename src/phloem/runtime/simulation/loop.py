@@ -172,6 +172,11 @@ class SimLoop(asyncio.BaseEventLoop):
         """Virtual nanoseconds since the start."""
         return self._now_ns
 
+    def ready_tasks(self) -> list[SimTask[object]]:
+        """The tasks that could run now: what they waited for has come, and they do not know yet."""
+        waiting = (*self._held, *self._round, *cast("_Loop", self)._ready)
+        return [task for task in map(_task_of, waiting) if task is not None]
+
     def fail(self, error: BaseException) -> None:
         """Have the run end with `error` before anything else happens; the first one counts."""
         if self._failure is None and not self._ending:

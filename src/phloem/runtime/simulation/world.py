@@ -199,12 +199,18 @@ class Simulation:
             await act()
 
     def _cancel_somebody(self) -> None:
+        """Every other time one of those who have been answered and do not know it yet."""
         if self.rng.random() >= self.faults.cancel:
             return
         self._clients = [task for task in self._clients if not task.done()]
-        if self._clients:
+        ready = self.loop.ready_tasks() if self.rng.random() < 0.5 else []
+        answered = [task for task in self._clients if task in ready]
+        chosen = answered or self._clients
+        if chosen:
             self.inject("cancel")
-            self._clients.pop(self.rng.randrange(len(self._clients))).cancel()
+            task = chosen[self.rng.randrange(len(chosen))]
+            self._clients.remove(task)
+            task.cancel()
 
     def _switch_inline(self, core: Core) -> None:
         if self.rng.random() < 1 / 64:
