@@ -225,6 +225,7 @@ class HybridServer(Generic[R]):
 
     async def _make_room(self, request: R, tokens: int) -> None:
         """Allocates for all `tokens` of the request; while it waits, others may decode."""
+        promised = request.computed
         try:
             await request.allocate(tokens - request.computed, wait=False)
         except NoRoom:
@@ -232,9 +233,9 @@ class HybridServer(Generic[R]):
             await request.allocate(tokens - request.computed)
             self._may_decode.clear()
         await request.ready()
-        # Less may have come from the host than was promised; otherwise these have nothing to do.
-        await request.allocate(tokens - request.computed)
-        await request.ready()
+        if request.computed < promised:  # less came from the host
+            await request.allocate(tokens - request.computed)
+            await request.ready()
 
     async def _prefill(self, request: R, prompt: Sequence[int], max_new: int) -> tuple[int, Tensor]:
         """Computes what is not reused; returns how many tokens and the last logits."""
