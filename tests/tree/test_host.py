@@ -302,6 +302,18 @@ def test_a_planned_backup_keeps_no_victim() -> None:
     assert world.host_free == (64, 10)
 
 
+def test_what_is_being_copied_stays_until_the_copy_has_ended() -> None:
+    world = HostWorld(auto=False)
+    world.publish(run(1, 4))
+    world.carry_out(world.answer(world.reserves.popleft()))
+    assert world.reclaim(10, 10) == (0, 0)
+    assert world.pinned() == (4, 1)
+    world.settle()
+    assert world.pinned() == (0, 0)
+    assert world.reclaim(10, 10) == (4, 1)
+    assert world.marks() == ["[1, 2, 3, 4]--fs"]
+
+
 def test_a_publish_stops_before_what_is_on_its_way() -> None:
     world = on_host()
     reader = world.open(run(1, 4))

@@ -228,15 +228,14 @@ class TreeCore:
             past = NOTHING
         if past is NOTHING:
             match = Match(
-                *(key.length, looked_up, usable, device, known, branch, self.page_size),
-                *(0, 0, "", 0, state_tier),
+                key.length, looked_up, usable, device, known, branch, self.page_size, state_tier
             )
             return Look(self.radix, self.radix.version, walk, anchor, match)
         evicted = past.evicted // TOKEN_BYTES
         forgotten = whole - known - evicted if past.forgotten else 0
         match = Match(
-            *(key.length, looked_up, usable, device, known, branch, self.page_size),
-            *(evicted, forgotten, past.by, past.at, state_tier),
+            *(key.length, looked_up, usable, device, known, branch, self.page_size, state_tier),
+            *(evicted, forgotten, past.by, past.at),
         )
         return Look(self.radix, self.radix.version, walk, anchor, match)
 

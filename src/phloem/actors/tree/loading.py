@@ -300,7 +300,7 @@ class LoadingTree(SheddingTree):
 
     def _go_without(self, nodes: list[Node], state_node: Node | None) -> Actions:
         """These were to leave the device and cannot be copied: they go now, where they may."""
-        gone, host = Tally(""), self.host
+        gone, host = Tally("", []), self.host
         assert host is not None
         for node in reversed(nodes):
             if kv_may_go(node) and (node.host is None or not node.host.leaving_children):

@@ -42,11 +42,11 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     kv_prefix: int
     branch_point: int | None
     page_size: int
+    state_tier: StateTier = ""
     evicted: int = 0
     forgotten: int = 0
     evicted_by: str = ""
     evicted_at: int = 0
-    state_tier: StateTier = ""
 
     @property
     def host(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots, FreeHostSlots
+import msgspec
+
+from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots, FreeHostSlots, Ids
 from phloem.actors.tree.backing import BackingTree
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.eviction import kv_may_go
@@ -18,27 +20,43 @@ from phloem.errors import InvalidRequest
 __all__ = ["SheddingTree", "Tally"]
 
 
-class Tally:
-    """What an eviction has brought so far, in all and of that by promise."""
+class Tally(msgspec.Struct, gc=False):
+    """What an eviction for `by` has brought so far, in all and of that by promise."""
 
-    def __init__(self, by: str) -> None:
-        self.by = by
-        self.actions: Actions = []
-        self.pages = 0
-        self.states = 0
-        self.pages_promised = 0
-        self.states_promised = 0
-        self.host_pages = array("i")
-        self.host_states = array("i")
+    by: str
+    actions: Actions
+    pages: int = 0
+    states: int = 0
+    pages_promised: int = 0
+    states_promised: int = 0
+    host_pages: Ids | None = None
+    host_states: Ids | None = None
+
+    def add_host_pages(self, page_ids: bytes) -> None:
+        """These go back to the host's pool, by one action with others."""
+        if self.host_pages is None:
+            self.host_pages = array("i")
+        self.host_pages.frombytes(page_ids)
+
+    def add_host_state(self, slot: int) -> None:
+        """This goes back to the host's pool, by one action with others."""
+        if self.host_states is None:
+            self.host_states = array("i")
+        self.host_states.append(slot)
+
+    def result(self) -> Evicted:
+        """What was freed and what was promised."""
+        pages, states = self.pages_promised, self.states_promised
+        return Evicted(self.pages - pages, self.states - states, pages, states)
 
     def settle(self) -> None:
         """Emit what gives the host's places back that were gathered."""
-        if self.host_pages:
+        if self.host_pages is not None:
             self.actions.append(FreeHostSlots("kv", self.host_pages, TREE))
-            self.host_pages = array("i")
-        if self.host_states:
+            self.host_pages = None
+        if self.host_states is not None:
             self.actions.append(FreeHostSlots("state", self.host_states, TREE))
-            self.host_states = array("i")
+            self.host_states = None
 
 
 class SheddingTree(BackingTree):
@@ -53,16 +71,20 @@ class SheddingTree(BackingTree):
         """
         if pages < 0 or states < 0:
             raise InvalidRequest(f"evict of {pages} pages and {states} states")
-        gone = Tally(by)
+        gone, everything = Tally(by, []), self.host is None
         while gone.pages < pages:
             popped = self.kv_index.pop()
             if popped is None:
                 break
             score, node = popped
             self.policy.evicted(score, self.now)
-            missing = pages - gone.pages
-            if node.state == NO_SLOT and missing < node.page_count:
+            missing, count = pages - gone.pages, node.page_count
+            if node.state == NO_SLOT and missing < count:
                 self._lose_tail(node, missing, gone)
+            elif everything:
+                gone.pages += count
+                gone.states += node.state != NO_SLOT
+                self._drop_leaf(node, gone.actions, by)
             else:
                 self._lose_kv(node, gone)
         while gone.states < states:
@@ -77,8 +99,9 @@ class SheddingTree(BackingTree):
                 self._lose_state(node, gone)
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
-        promised = gone.pages_promised, gone.states_promised
-        return Evicted(gone.pages - promised[0], gone.states - promised[1], *promised), gone.actions
+        if everything:
+            return Evicted(gone.pages, gone.states), gone.actions
+        return gone.result(), gone.actions
 
     # -- victims -------------------------------------------------------------------------------
 
@@ -116,10 +139,7 @@ class SheddingTree(BackingTree):
         gone.states += node.state != NO_SLOT
         self._forget_plans(node, gone.actions)
         if node.host is not None and node.host.page_ids:
-            parent = node.parent
-            assert parent is not None
             self._demote(host, node, gone.actions)
-            self._left(parent, gone.actions)
         else:
             self._drop_below(host, node, gone)
             self._drop_leaf(node, gone.actions, gone.by)
@@ -221,9 +241,9 @@ class SheddingTree(BackingTree):
             return
         self.radix.version += 1
         if part.state != NO_SLOT:
-            gone.host_states.append(host.take_state(node))
+            gone.add_host_state(host.take_state(node))
         if part.page_ids:
-            gone.host_pages.frombytes(host.take_kv(node))
+            gone.add_host_pages(host.take_kv(node))
 
     def _forget_plans(self, node: Node, actions: Actions, *, state_only: bool = False) -> None:
         """A backup that is planned keeps no victim: it is cancelled."""
@@ -234,14 +254,13 @@ class SheddingTree(BackingTree):
                 actions.extend(self._abandon(operation).actions)
 
     def _drop_leaf(self, leaf: Node, actions: Actions, by: str) -> None:
+        """A leaf goes with what it has on the device; it has nothing on the host any more."""
         if leaf.sessions:
             self.sessions.recede(leaf)
-        actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
+        if leaf.page_ids:
+            actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
         if leaf.state != NO_SLOT:
             actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
-        self._remove_leaf(leaf, by, actions)
-
-    def _remove_leaf(self, leaf: Node, by: str, actions: Actions) -> None:
         stamp = leaf.stamp
         parent = self.radix.remove(leaf)
         self.ghosts.note(mark_of(parent), leaf.edge, by, self.now, leaf.mark)
@@ -256,7 +275,7 @@ class SheddingTree(BackingTree):
             return
         if parent.host is not None and parent.host.leaving:
             self._left(parent, actions)
-        elif kv_may_go(parent):
+        elif (parent.children is None or parent.gone_children) and kv_may_go(parent):
             self.kv_index.push(parent)
         if parent.children is not None:
             self.radix.merge_into_child(parent)
@@ -294,7 +313,7 @@ class SheddingTree(BackingTree):
         """
         if pages < 0 or states < 0:
             raise InvalidRequest(f"evict of {pages} host pages and {states} host states")
-        gone, host = Tally(by), self.host
+        gone, host = Tally(by, []), self.host
         if host is None:
             return Evicted(0, 0), gone.actions
         while gone.pages < pages:
@@ -319,7 +338,7 @@ class SheddingTree(BackingTree):
             if node.sessions and node.state == NO_SLOT:
                 self._recede(node)
             self.radix.version += 1
-            gone.host_states.append(host.take_state(node))
+            gone.add_host_state(host.take_state(node))
             above = node.parent
             self.radix.merge_into_child(node)
             if above is not None:
@@ -333,13 +352,11 @@ class SheddingTree(BackingTree):
         part = part_of(node)
         gone.pages += len(part.page_ids) // ID_BYTES
         if node.page_ids:
-            gone.host_pages.frombytes(host.take_kv(node))
+            gone.add_host_pages(host.take_kv(node))
             return
         gone.states += part.state != NO_SLOT
-        if node.sessions:
-            self.sessions.recede(node)
         self._strip(host, node, gone)
-        self._remove_leaf(node, gone.by, gone.actions)
+        self._drop_leaf(node, gone.actions, gone.by)
 
     def use_policy(self, policy: str | Policy) -> None:
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
