@@ -261,8 +261,6 @@ class TreeActor:
             self._domain.send(self._transfer, m.Written(tuple(writing)))
         if actions:
             self._dispatch(actions)
-        if self.tiers is not None and lease is not None:
-            self.tiers.published(lease)
         if self._joined and lease is not None:
             self._went_on(lease)
         if ledger.waiting:

@@ -74,11 +74,6 @@ class Tiering:
         self._answers.setdefault(number, []).append((lease, match, reply))
         return LATER
 
-    def published(self, lease: Lease) -> None:
-        """Plan the backups that an insert has made due."""
-        _, actions = self._tree.plan(lease)
-        self._dispatch(actions)
-
     def _answer_all(self, number: int) -> None:
         for lease, match, reply in self._answers.pop(number, ()):
             if not reply.done and not reply.abandoned:
