@@ -198,12 +198,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "if node.state == -1 or not arrived",
     ),
     Mutant(
-        "an advanced lease has no state",
-        TREE,
-        "self.leases.move(lease, anchor, self.now, with_state=self.has_states)",
-        "self.leases.move(lease, anchor, self.now, with_state=False)",
-    ),
-    Mutant(
         "a lease of a former generation is accepted",
         TREE_CORE,
         "        if lease.generation != self.generation:\n            raise StaleHandle(",

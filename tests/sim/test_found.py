@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from phloem import CacheConfig, CacheRuntime, NoRoom, Request
+from phloem import CacheConfig, CacheRuntime, NoRoom, Request, StaleHandle
 from phloem.actors.domain import Domain
 from phloem.actors.messages import GiveBack
 from phloem.runtime.simulation import Faults, Simulation, explore, sim_layout
@@ -146,3 +146,21 @@ def test_a_join_that_times_out_leaves_its_request_ready() -> None:
     advanced: list[bool] = []
     explore(scenario, range(40), faults=lambda _: Faults(copy_hang=0.3))
     assert any(advanced) and not all(advanced)
+
+
+def test_a_fork_whose_parent_is_aborted_meanwhile_copies_nothing_more() -> None:
+    """It went on to copy the working state out of a slot that was free by then."""
+
+    async def scenario(sim: Simulation) -> None:
+        async with (
+            sim.runtime(_config()) as cache,
+            cache.request(list(range(6)), id="parent") as parent,
+        ):
+            await _computed(cache, parent, 6)
+            fork = asyncio.create_task(parent.fork("twin"))
+            await asyncio.sleep(0.1)
+            parent.abort()
+            (ended,) = await asyncio.gather(fork, return_exceptions=True)
+            assert isinstance(ended, StaleHandle)
+
+    explore(scenario, range(5), faults=lambda _: Faults(copy_slow=1.0, copy_hang=1.0))

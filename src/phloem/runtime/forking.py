@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phloem.actors import messages as m
@@ -24,17 +25,24 @@ def lease_twin(core: Core, lease: TreeLease, name: str) -> TreeLease:
 
 
 async def copy_private_data(
-    core: Core, source: Holding, target: Holding, owner: str, after: tuple[Fence, ...]
+    core: Core,
+    source: Holding,
+    target: Holding,
+    owner: str,
+    after: tuple[Fence, ...],
+    check_alive: Callable[[], None],
 ) -> None:
     """Copy what the tree does not hold: the last, partial page and the working state.
 
     Both copies come after the steps in `after`, and are waited for. A cancelled caller leaves them
-    to run to their ends.
+    to run to their ends. `check_alive` raises when the source was given back meanwhile, which
+    somebody else may do at any time.
     """
     sources, targets = source.own_pages, target.own_pages
     count = min(len(sources), len(targets))
     if count:
         await core.call(m.CopyOwnPages(sources[:count], targets[:count], owner, after))
+        check_alive()
     if core.has_states:
         assert source.working is not None and target.working is not None
         await core.call(m.CopyWorkingState(source.working, target.working, owner, after))

@@ -326,7 +326,9 @@ class Request(Publishing):
         try:
             twin.computed = self.computed
             await twin.allocate(0, wait=False)
-            await copy_private_data(core, self._holding, twin._holding, twin.id, self.fences())
+            await copy_private_data(
+                core, self._holding, twin._holding, twin.id, self.fences(), self._check_alive
+            )
             self._check_alive()
             core.opened(twin)
             tell_forked(core, self.id, lease, self.computed)

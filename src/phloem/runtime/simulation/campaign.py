@@ -211,6 +211,7 @@ async def _aside(sim: Simulation, cache: CacheRuntime, plan: Plan) -> AsyncGener
     tasks = [
         asyncio.create_task(sim.every("reset", cache.reset), name="resetter"),
         asyncio.create_task(sim.every("evict", lambda: _evict(sim, cache)), name="evicter"),
+        asyncio.create_task(sim.every("abort", lambda: _abort(sim, cache)), name="aborter"),
         *(
             sim.client(_borrow(sim, cache, f"borrower-{number}"), f"borrower-{number}")
             for number in range(plan.borrowers)
@@ -228,6 +229,12 @@ async def _aside(sim: Simulation, cache: CacheRuntime, plan: Plan) -> AsyncGener
                 continue
             except Exception as error:  # noqa: BLE001  whatever it is, it ends the run
                 sim.loop.fail(error)
+
+
+async def _abort(sim: Simulation, cache: CacheRuntime) -> None:
+    requests = sorted(cache.core.requests)
+    if requests:
+        cache.core.requests[sim.rng.choice(requests)].abort()
 
 
 async def _borrow(sim: Simulation, cache: CacheRuntime, name: str) -> None:

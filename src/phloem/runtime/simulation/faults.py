@@ -21,6 +21,7 @@ Callers
     *forget*: a client drops a lease without releasing it.
     *reset*: the cache is reset while requests run.
     *evict*: somebody evicts at random, and everything now and then.
+    *abort*: somebody else, a watchdog, aborts a request that its own task is busy with.
     *abandon*: a forward pass fails before or after it was launched; its requests fall back.
 Runtime
     *queued*: callers do not take their turn inline. In a mixed run this is switched again and
@@ -61,7 +62,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How likely each fault is; 0 is off. `inline` says how callers take their turns.
 
     `copy_fail`, `copy_slow`, `copy_hang`: for each layer of a copy. `reorder`, `late`, `narrow`:
-    true or not for the whole run. `dead`, `reset`, `evict`: expected number in a virtual second.
+    true or not for the whole run. `dead`, `reset`, `evict`, `abort`: expected number in a virtual
+    second.
     `cancel`: for each step of the loop and living client. `forget`, `abandon`: for each request,
     for each pass.
     """
@@ -76,6 +78,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forget: float = 0.0
     reset: float = 0.0
     evict: float = 0.0
+    abort: float = 0.0
     abandon: float = 0.0
     narrow: bool = False
     inline: Inline = "on"
@@ -122,6 +125,7 @@ def swarm(rng: random.Random, *, share: float = 0.4) -> Faults:
         forget=drawn(0.1),
         reset=drawn(0.5),
         evict=drawn(2.0),
+        abort=drawn(4.0),
         abandon=drawn(0.05),
         narrow=drawn(1.0) > 0,
         inline="on" if quiet else rng.choice(("on", "off", "mixed")),

@@ -186,7 +186,7 @@ class Server:
             await self._admitted(job)
             try:
                 return await self._attempt(job)
-            except (Preempted, StepFailed):
+            except (Preempted, StepFailed, StaleHandle):  # stale: somebody else has aborted it
                 job.preempted += 1
             except NoRoom as error:
                 if not (error.deadlock or len(self._running) > 1):
@@ -236,9 +236,23 @@ class Server:
                 snapshot = self._snapshot(request, end)
             await self._room_for(job, request, end)
             chunk = Chunk(request, tokens, start, end, snapshot)
-            await self._compute(chunk, wait=end == len(tokens))
+            try:
+                await self._compute(chunk, wait=end == len(tokens))
+            except StepFailed:
+                await self._again(request)
+                continue
             await request.checkpoint()
         job.first_token = job.first_token or self._now()
+
+    async def _again(self, request: Request) -> None:
+        """Get ready after a pass that failed, where the tree still has the state to go on from."""
+        if request.computed != request.boundary:
+            raise Preempted(request.id)
+        await self._steps_over(request)
+        try:
+            await request.ready()
+        except InvalidRequest as error:  # the boundary has no state, or has lost it
+            raise Preempted(request.id) from error
 
     def _snapshot(self, request: Request, end: int) -> tuple[int, int] | None:
         """A slot for the first wanted state that the chunk passes, if there is one to be had."""
@@ -338,10 +352,13 @@ class Server:
         finally:
             self._chunks = [entry for entry in self._chunks if entry[1] is not done]
         if wait:
-            for fence in chunk.request.fences():
-                over = asyncio.Event()
-                fence.add_callback(over.set)
-                await over.wait()
+            await self._steps_over(chunk.request)
+
+    async def _steps_over(self, request: Request) -> None:
+        for fence in request.fences():
+            over = asyncio.Event()
+            fence.add_callback(over.set)
+            await over.wait()
 
     async def _form_batches(self) -> None:
         """Launch passes of what waits, as many ahead as allowed."""
@@ -370,6 +387,9 @@ class Server:
 
     def _launch(self, batch: Sequence[tuple[Chunk, asyncio.Future[None]]]) -> None:
         """One forward pass. Its step is over when the stream has passed what was enqueued."""
+        for chunk, done in batch:
+            if chunk.request.status == "aborted" and not done.done():
+                done.set_exception(StaleHandle(f"{chunk.request} was aborted"))
         chunks = [chunk for chunk, done in batch if not done.done()]
         if not chunks:
             return

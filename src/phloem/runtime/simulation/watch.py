@@ -117,6 +117,7 @@ class Watch:
         self._core: Core | None = None
         self._busy = ""
         self._cause = 0
+        self._capped_by = -1  # the turn whose insert was the last to apply the cap of states
         self._audited_at = 0
         self._leases: set[int] = set()
         self._copies_asked = 0
@@ -217,7 +218,11 @@ class Watch:
             if cause >= core.domain.turns:
                 raise Violation(f"turn {core.domain.turns}, {what}, was sent by turn {cause}")
             self._cause = cause
-        if isinstance(message, _COPIES):
+        if isinstance(message, EvictExcessPathStates):
+            self._capped_by = cause
+        elif isinstance(message, FreeDeviceSlots) and cause == self._capped_by:
+            raise Violation(f"duplicates of turn {cause} are freed after its cap was applied")
+        elif isinstance(message, _COPIES):
             self._copies_asked += 1
         elif isinstance(message, m.Copied):
             self._copied += 1
