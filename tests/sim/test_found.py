@@ -164,3 +164,17 @@ def test_a_fork_whose_parent_is_aborted_meanwhile_copies_nothing_more() -> None:
             assert isinstance(ended, StaleHandle)
 
     explore(scenario, range(5), faults=lambda _: Faults(copy_slow=1.0, copy_hang=1.0))
+
+
+async def test_a_release_after_a_cancelled_insert_gives_back_what_is_left() -> None:
+    """The insert was still in the queue, took effect first, and the release raised."""
+    async with CacheRuntime(_config(inline=False)) as cache:
+        grant = await cache.allocate(pages=3, owner="o")
+        insert = asyncio.create_task(cache.insert(list(range(8)), pages=grant.pages[:2]))
+        await asyncio.sleep(0)  # it is queued now, and takes effect whoever is left to hear of it
+        insert.cancel()
+        cache.release(grant)
+        await asyncio.gather(insert, return_exceptions=True)
+        stats = cache.stats()
+        assert (stats.kv.tree, stats.kv.granted, stats.kv.free) == (2, 0, 14)
+        await cache.audit()

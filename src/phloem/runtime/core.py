@@ -193,6 +193,7 @@ class Core:
         if grant.released:
             raise StaleHandle(f"{grant} was released before")
         grant.released = True
+        self.domain.drain()  # an insert on its way may yet take some of it
         if grant.account not in self.ledger.accounts:
             return
         pages = self.ledger.kv.among(grant.pages, grant.account)

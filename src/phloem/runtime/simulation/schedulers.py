@@ -273,6 +273,8 @@ class Server:
         try:
             await self._decode(job, twin, tokens, number)
             await twin.finish()
+        except NoRoom:
+            return
         finally:
             twin.abort()
 
@@ -288,13 +290,17 @@ class Server:
             request.extend(said)
             if len(tokens) == wanted:
                 return  # the last token needs no KV: nothing is computed from it
-            await self._room_for(job, request, len(tokens))
+            await self._room_for(job, request, len(tokens), wait=not number)
             start = request.computed
             await self._compute(Chunk(request, tokens, start, len(tokens)), wait=True)
 
-    async def _room_for(self, job: Job, request: Request, end: int) -> None:
-        if end > request.room:
+    async def _room_for(self, job: Job, request: Request, end: int, *, wait: bool = True) -> None:
+        if end <= request.room:
+            return
+        if wait:
             await self._allocate(job, request, end - request.computed)
+        else:  # a fork: its parent holds room meanwhile, and nobody could know that it waits
+            await request.allocate(end - request.computed, wait=False)
 
     async def _allocate(self, job: Job, request: Request, tokens: int) -> None:
         if self._preempts:
