@@ -249,8 +249,7 @@ class Domain:
             self._inline_run += 1
             if self._inline_run >= self.inline_max:
                 self._inline_run = 0
-                if self.loop is not None:
-                    await asyncio.sleep(0)
+                await self.pause()
             if not self._queue and not self._sent and self.stopped is None:
                 value = self._turn_inline(actor, message)
                 later = self._current
@@ -292,6 +291,11 @@ class Domain:
                     reply.on_abandoned()
             raise
         return reply.result()
+
+    async def pause(self) -> None:
+        """Let the loop, if there is one, and other callers run."""
+        if self.loop is not None:
+            await asyncio.sleep(0)
 
     # -- draining ------------------------------------------------------------------------------
 

@@ -433,12 +433,11 @@ class CacheRuntime:
         return result
 
     async def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
-        """Free at least so much, if nothing protects it."""
-        core = self.core
-        message = m.Evict(integer("pages", pages), integer("states", states))
-        gone = await core.domain.call(core.tree_actor, message)
-        assert isinstance(gone, Evicted)
-        return gone
+        """Free at least so much, if nothing protects it; very much in slices.
+
+        A cancelled caller leaves evicted what has been evicted.
+        """
+        return await self.core.evict(pages, states)
 
     def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
         """Give back a lease, or what is left of a grant. A plain function that always fits.

@@ -17,6 +17,7 @@ from phloem.actors.transfer import TransferActor
 from phloem.actors.tree.actor import TreeActor
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.results import Evicted
 from phloem.actors.tree.tree import Tree
 from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.engine import CopyEngine, Fence, Post
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from phloem.runtime.standing import Standing
 
 __all__ = ["Core"]
+
+_SLICE = 256  # pages or states that one turn evicts at most when a caller wants many gone
 
 
 class Core:
@@ -174,6 +177,26 @@ class Core:
             domain.run(self.allocator, m.Allocate(pages, states, owner, account, False, evict))
         )
 
+    async def evict(self, pages: int, states: int) -> Evicted:
+        """Free at least so much, in slices between which others have their turns.
+
+        A cancelled caller leaves evicted what has been evicted.
+        """
+        pages, states = integer("pages", pages), integer("states", states)
+        total = Evicted(0, 0)
+        while True:
+            pages_now = min(pages, _SLICE)
+            states_now = min(states, _SLICE) if pages <= _SLICE else 0  # states that go along count
+            message = m.Evict(pages_now, states_now)
+            gone = await self.domain.call(self.tree_actor, message)
+            assert isinstance(gone, Evicted)
+            total = total.plus(gone)
+            pages = _left(pages, pages_now, gone.pages + gone.pages_promised)
+            states = _left(states, states_now, gone.states + gone.states_promised)
+            if not pages and not states:
+                return total
+            await self.domain.pause()
+
     def _undo_grant(self, answer: object) -> None:
         grant = _granted(answer)
         if not self.stopped:
@@ -282,3 +305,8 @@ class Core:
 def _granted(answer: object) -> Grant:
     assert isinstance(answer, Grant)
     return answer
+
+
+def _left(wanted: int, asked: int, gone: int) -> int:
+    """What is still to go; nothing when less went than was asked for: there is no more."""
+    return 0 if gone < asked else max(0, wanted - gone)

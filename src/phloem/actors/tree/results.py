@@ -103,6 +103,15 @@ class Evicted(msgspec.Struct, frozen=True, gc=False):
     pages_promised: int = 0
     states_promised: int = 0
 
+    def plus(self, other: Evicted) -> Evicted:
+        """Both together."""
+        return Evicted(
+            self.pages + other.pages,
+            self.states + other.states,
+            self.pages_promised + other.pages_promised,
+            self.states_promised + other.states_promised,
+        )
+
 
 class Kept(msgspec.Struct, frozen=True, gc=False):
     """Places that are the tree's from now on; they were those of an operation's `account`."""
