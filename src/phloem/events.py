@@ -30,6 +30,7 @@ __all__ = [
     "Granted",
     "Inserted",
     "Joins",
+    "Kept",
     "LeaseEnded",
     "LeaseLeaked",
     "LeaseTaken",
@@ -341,6 +342,18 @@ class Refused(Event, frozen=True, gc=False, kw_only=True):
     asked: int = 0
 
 
+class Kept(Event, frozen=True, gc=False, kw_only=True):
+    """What a copy between the tiers brought is the tree's from now on; it was `account`'s.
+
+    The account is of the copy's operation (see `Granted`); what it still has goes back.
+    """
+
+    account: int
+    component: str
+    ids: list[int]
+    tier: str
+
+
 class CopyPlanned(Event, frozen=True, gc=False, kw_only=True):
     """A copy was asked for. It reads under `lease` (0: it reads what the request owns itself)."""
 
@@ -386,7 +399,8 @@ class StepChanged(Event, frozen=True, gc=False, kw_only=True):
 class RuntimeStarted(Event, frozen=True, gc=False, kw_only=True):
     """The runtime opened. `grid`: states can be kept at multiples of so many tokens.
 
-    `pages` and `states` can be granted, of `page_bytes` and `state_bytes` each.
+    `pages` and `states` can be granted, of `page_bytes` and `state_bytes` each; `host_pages` and
+    `host_states` are those of the host tier.
     """
 
     page_size: int
@@ -397,6 +411,8 @@ class RuntimeStarted(Event, frozen=True, gc=False, kw_only=True):
     page_bytes: int = 0
     state_bytes: int = 0
     policy: str = ""
+    host_pages: int = 0
+    host_states: int = 0
 
 
 class ResetDone(Event, frozen=True, gc=False, kw_only=True):

@@ -9,11 +9,13 @@ from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.results import Evicted as EvictedFigures
 from phloem.actors.tree.results import InsertResult, Match
+from phloem.actors.tree.results import Kept as KeptPlaces
 from phloem.events import (
     Acquired,
     CopyPlanned,
     Evicted,
     Inserted,
+    Kept,
     LeaseEnded,
     LeaseLeaked,
     LeaseTaken,
@@ -165,6 +167,18 @@ class Teller:
                 op=op,
                 kind=kind,
                 lease=0 if lease is None else lease.id,
+            )
+        )
+
+    def kept(self, kept: KeptPlaces) -> None:
+        """What a copy brought is the tree's now."""
+        self._emit(
+            Kept(
+                **self._domain.joins(),
+                account=kept.account,
+                component=kept.component,
+                ids=kept.ids.tolist(),
+                tier=kept.tier,
             )
         )
 

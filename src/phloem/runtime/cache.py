@@ -164,7 +164,7 @@ class CacheRuntime:
         self._core = core
         self._nowait = Nowait(core)
         if self._events is not None:
-            layout = self.config.layout
+            layout, host = self.config.layout, core.host_ledger
             self._events(
                 RuntimeStarted(
                     page_size=self.config.page_size,
@@ -175,6 +175,8 @@ class CacheRuntime:
                     page_bytes=layout.page_bytes(self.config.page_size),
                     state_bytes=layout.slot_bytes,
                     policy=self.config.eviction,
+                    host_pages=0 if host is None else host.kv.size,
+                    host_states=0 if host is None else host.state.size,
                 )
             )
 

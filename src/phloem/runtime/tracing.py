@@ -93,6 +93,7 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.Parked: logging.DEBUG,
     ev.Granted: logging.DEBUG,
     ev.TreeChanged: logging.DEBUG,
+    ev.Kept: logging.DEBUG,
     ev.CopyPlanned: logging.DEBUG,
     ev.CopySubmitted: logging.DEBUG,
     ev.StepChanged: logging.DEBUG,

@@ -66,9 +66,6 @@ class TreeActor:
         host_ledger: Ledger | None = None,
     ) -> None:
         self.tree = tree
-        self.tiers: Tiering | None = None
-        if host_ledger is not None:
-            self.tiers = Tiering(domain, tree, ledger, host_ledger, self._dispatch, self)
         self._clock = clock  # milliseconds; priorities and sessions end by it
         self.operations: dict[int, Operation] = {}
         self._domain = domain
@@ -76,6 +73,11 @@ class TreeActor:
         self._tell: Teller | None = None
         if emit is not None and isinstance(tree, JournaledTree):
             self._tell = Teller(emit, domain, tree)
+        self.tiers: Tiering | None = None
+        if host_ledger is not None:
+            self.tiers = Tiering(
+                domain, tree, ledger, host_ledger, self._dispatch, self, self._tell
+            )
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
         self._host_allocator: Actor | None = None

@@ -14,6 +14,7 @@ from phloem.actors import messages as m
 from phloem.actors.actions import TREE
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
+from phloem.actors.telling import Teller
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.results import Ended, Kept, Match
@@ -33,7 +34,9 @@ class Tiering:
         host: Ledger,
         dispatch: Callable[[Actions], None],
         tree_actor: Actor,
+        tell: Teller | None = None,
     ) -> None:
+        self._tell = tell
         self._tree_actor = tree_actor
         self._domain = domain
         self._tree = tree
@@ -110,6 +113,8 @@ class Tiering:
         kv = kept.component == "kv"
         ledger.pool(kept.component).move(kept.ids, kept.account, TREE)
         ledger.left(kept.account, count if kv else 0, 0 if kv else count)
+        if self._tell is not None:
+            self._tell.kept(kept)
 
     def _on_make_host_room(self, message: m.MakeHostRoom) -> None:
         assert self._host_allocator is not None
