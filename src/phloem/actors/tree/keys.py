@@ -22,6 +22,7 @@ TOKEN_BYTES = 4
 _TOKEN_MAX = 2**31 - 1
 _MARK_BIT = 0x8000_0000  # no token id has it, so a marked word never equals a token
 _LITTLE = sys.byteorder == "little"
+_WORD = np.dtype("<i4")
 
 # Anything that holds token ids: a list, an array, a numpy array, a CPU tensor, a key made before.
 Tokens: TypeAlias = "Sequence[SupportsIndex] | npt.NDArray[np.integer] | TokenKey"
@@ -150,9 +151,10 @@ def _numpy_bytes(numbers: npt.NDArray[np.generic]) -> bytes:
     if numbers.dtype.kind not in "iu":
         raise InvalidRequest(f"tokens must be integers, not {numbers.dtype} (position 0)")
     ids = cast("npt.NDArray[np.integer]", numbers)
-    if int(ids.min()) < 0 or int(ids.max()) > _TOKEN_MAX:
+    # All bits of all ids: a negative id keeps the sign, one that is too large its upper bits.
+    if not 0 <= int(np.bitwise_or.reduce(ids)) <= _TOKEN_MAX:
         raise _bad_token(ids.tolist())
-    return ids.astype("<i4", copy=False).tobytes()
+    return ids.astype(_WORD, copy=False).tobytes()
 
 
 def _bad_token(tokens: Sequence[object]) -> InvalidRequest:
