@@ -19,6 +19,8 @@ from phloem.actors.tree import Lease, TokenKey, WritePolicy
 from phloem.actors.tree.keys import TOKEN_BYTES
 from phloem.actors.tree.node import NO_SLOT
 
+POLICIES = ["lru", "lfu", "slru", "fifo", "priority", "session", "benefit"]
+
 
 def has(pool: Pool) -> set[Content]:
     """What the tree has in a pool."""
@@ -102,13 +104,22 @@ class HostRun:
 
     # -- operations ------------------------------------------------------------------------------
 
-    def acquire(self, key: TokenKey, limit: int, *, plan: bool, session: str | None) -> None:
+    def acquire(
+        self, key: TokenKey, limit: int, *, plan: bool, session: str | None, priority: int = 0
+    ) -> None:
         tree, world = self.world.tree, self.world
         expected = self.boundaries(key, limit)[1] // TOKEN_BYTES
         if session is None:
             lease, match = tree.acquire(key, owner="model", limit=limit)
         else:
-            lease, match = tree.open(key, owner="model", limit=limit, session=session)
+            lease, match = tree.open(
+                key,
+                owner="model",
+                limit=limit,
+                session=session,
+                priority=priority,
+                keep_until=tree.time + 3 if priority == 10 else 0,
+            )
         assert lease.boundary == match.usable
         assert lease.boundary == expected or not self.clean
         self.held.append(lease)
@@ -203,6 +214,18 @@ class HostRun:
         world.end(op, ok=outcome == 0, pages_ok=max(0, outcome - 1))
         self.check()
 
+    def use_policy(self, name: str) -> None:
+        self.world.tree.use_policy(name)
+        self.check()
+
+    def tick(self) -> None:
+        self.world.tree.tick(self.world.tree.time + 1)
+        self.check()
+
+    def close_session(self, name: str) -> None:
+        self.world.tree.close_session(name)
+        self.check()
+
     def reset(self, sweep: bool) -> None:
         world = self.world
         world.tree.reset()
@@ -274,7 +297,8 @@ def _wander_once(run: HostRun, chance: random.Random) -> None:
     elif step < 0.45:
         if len(run.held) < 6:
             session = chance.choice([None, "a", "b"])
-            run.acquire(key, key.length, plan=chance.random() < 0.8, session=session)
+            plan, priority = chance.random() < 0.8, chance.choice([0, 10, 20])
+            run.acquire(key, key.length, plan=plan, session=session, priority=priority)
     elif step < 0.64:
         if lease is not None:
             _use(run, lease, chance)
@@ -292,6 +316,12 @@ def _wander_once(run: HostRun, chance: random.Random) -> None:
     elif step < 0.95:
         if run.former:
             run.release_former()
+    elif step < 0.955:
+        run.use_policy(chance.choice(POLICIES))
+    elif step < 0.96:
+        run.tick()
+    elif step < 0.965:
+        run.close_session("a")
     else:
         run.match(key, key.length)
 

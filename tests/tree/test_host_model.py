@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tree.host_model import HostRun, wander
+from tree.host_model import POLICIES, HostRun, wander
 from tree.naive import NAMESPACES, page_tokens
 
 from phloem.actors.tree import TokenKey, Tree
@@ -74,12 +74,18 @@ class HostMachine(RuleBasedStateMachine):
             key = TokenKey(covered, lease.key.namespace).extended(page_tokens(more, self.page))
             self.run.publish(key, key.length, state, lease)
 
-    @rule(path=PATHS, ns=SPACES, plan=st.integers(0, 3), session=st.integers(0, 3))
-    def acquire(self, path: list[int], ns: Any, plan: int, session: int) -> None:
+    @rule(
+        path=PATHS,
+        ns=SPACES,
+        plan=st.integers(0, 3),
+        session=st.integers(0, 3),
+        priority=st.sampled_from([0, 10, 20]),
+    )
+    def acquire(self, path: list[int], ns: Any, plan: int, session: int, priority: int) -> None:
         key = self.key(path, ns)
         if len(self.run.held) < 6:
             name = f"s{session}" if session else None
-            self.run.acquire(key, key.length, plan=plan > 0, session=name)
+            self.run.acquire(key, key.length, plan=plan > 0, session=name, priority=priority)
 
     @precondition(lambda self: self.holds)
     @rule(index=INDEX)
@@ -143,6 +149,16 @@ class HostMachine(RuleBasedStateMachine):
     def reset(self, sweep: bool, really: int) -> None:
         if not really:
             self.run.reset(sweep)
+
+    @rule(name=st.sampled_from(POLICIES), really=st.integers(0, 5))
+    def use_policy(self, name: str, really: int) -> None:
+        if not really:
+            self.run.use_policy(name)
+
+    @rule(session=st.integers(1, 3))
+    def time_passes(self, session: int) -> None:
+        self.run.tick()
+        self.run.close_session(f"s{session}")
 
     @precondition(lambda self: bool(self.run.former))
     @rule()
