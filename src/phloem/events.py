@@ -378,10 +378,16 @@ class CopySubmitted(Event, frozen=True, gc=False, kw_only=True):
 
 
 class CopyEnded(Event, frozen=True, gc=False, kw_only=True):
-    """A copy ended; `error` is empty when it succeeded."""
+    """A copy ended; `error` is empty when it succeeded.
+
+    By the engine's clock it began `started_ns` after it was submitted (None: it never did, or it is
+    not known) and ended `ended_ns` after.
+    """
 
     op: int
     error: str
+    started_ns: int | None = None
+    ended_ns: int | None = None
 
 
 class StepChanged(Event, frozen=True, gc=False, kw_only=True):

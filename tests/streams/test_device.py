@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
+from time import monotonic_ns
 
 import pytest
 import torch
@@ -61,8 +62,12 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
         forward,
         lambda: seen.append(torch.equal(bench.device.kv[2].k[3], bench.device.kv[2].k[1])),
     )
+    opened_ns = monotonic_ns()
     gate.set()
     await second
+    # Launched long before, they began only when the device let them.
+    assert first.started_ns is not None and first.started_ns >= opened_ns
+    assert second.started_ns is not None and second.started_ns >= first.started_ns
     await stream.record().reached()
     for ticket in (first, second):
         apply(ticket.batch.items[0], images)

@@ -73,6 +73,27 @@ class Gate:
         self._fence.mark_passed()
 
 
+class TestTimes:
+    async def test_a_copy_says_when_it_began_and_ended(self, bench: Bench) -> None:
+        """It waits for fences, then for the copies before it on its queue."""
+        engine, fence = bench.engine(), Fence()
+        first = engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),), after=(fence,)))
+        second = engine.submit(CopyBatch("d2h", (backup(bench, [2], [3]),), requires=(first,)))
+        never = engine.submit(CopyBatch("d2h", (backup(bench, [2], [3]),), requires=(first,)))
+        never.cancel()
+        assert first.submitted_ns is not None and first.started_ns is None
+        fence.mark_passed()
+        await second
+        with pytest.raises(CopyCancelled):
+            await never
+        times = [first.submitted_ns]
+        for ticket in (first, second):
+            assert ticket.started_ns is not None and ticket.ended_ns is not None
+            times += [ticket.started_ns, ticket.ended_ns]
+        assert times == sorted(times)
+        assert never.started_ns is None and never.ended_ns is not None
+
+
 class TestBytes:
     @pytest.mark.parametrize("by_layer", [True, False])
     @pytest.mark.parametrize("seed", range(4))

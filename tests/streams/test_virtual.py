@@ -103,6 +103,7 @@ class TestCosts:
         clock.run()
         # latency + step + 4 layers x 2 runs x 10 + 3 pages x 4 layers x 2048 bytes at 1 byte/ns
         assert times == [1000 + 100 + 80 + 24576]
+        assert (whole.submitted_ns, whole.started_ns, whole.ended_ns) == (0, 0, times[0])
         start = clock.now_ns()
         layered = engine.submit(CopyBatch("d2h", (down,), by_layer=True))
         times = ended_at(clock, layered)

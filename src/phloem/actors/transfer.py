@@ -218,10 +218,24 @@ class TransferActor:
         context = self._tickets.pop(op).context
         if self._emit is not None:
             error = "" if ticket.error is None else repr(ticket.error)
-            self._emit(CopyEnded(op=op, error=error, context=context))
+            self._emit(
+                CopyEnded(
+                    op=op,
+                    error=error,
+                    started_ns=_since(ticket, ticket.started_ns),
+                    ended_ns=_since(ticket, ticket.ended_ns),
+                    context=context,
+                )
+            )
         assert self._tree is not None
         if self._domain.stopped is None:
             self._domain.send(self._tree, Copied(op, ticket.error), context)
+
+
+def _since(ticket: Ticket, instant_ns: int | None) -> int | None:
+    """An instant of a copy's as nanoseconds after its submission."""
+    begun = ticket.submitted_ns
+    return None if begun is None or instant_ns is None else instant_ns - begun
 
 
 def _device_places(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from time import monotonic_ns
 
 import torch
 
@@ -46,12 +47,14 @@ class DeviceEngine(Dispatcher):
         fault: Fault | None = None,
         stage_bytes: int = 16 << 20,
         bulk_window: int = 2,
+        now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
-        super().__init__(post, fault)
+        super().__init__(post, fault, now_ns)
         driver.settle()
         self._driver = driver
         self._bulk_window = bulk_window
         self._bulk: dict[Channel, set[int]] = {channel: set() for channel in CHANNELS}
+        self._free_ns: dict[Channel, int] = dict.fromkeys(CHANNELS, 0)  # when a stream was last
         self._streams = {channel: driver.new_stream(channel) for channel in CHANNELS}
         self._waiters = {channel: EventWaiter(driver, channel) for channel in CHANNELS}
         self._movers = {
@@ -131,6 +134,7 @@ class DeviceEngine(Dispatcher):
         for fence in waited_for(batch):
             if (event := fence.event) is not None:
                 self._driver.wait_event(stream, event)
+                fence.add_hook(partial(self._began_later, ticket))
         for item in batch.items:
             if item not in layered:
                 mover.whole(item)
@@ -179,7 +183,16 @@ class DeviceEngine(Dispatcher):
         dead.__cause__ = error
         return dead
 
+    def _began_later(self, ticket: Ticket) -> None:
+        """The stream held a launched ticket back until now."""
+        if not ticket.done:
+            ticket.started_ns = self._now_ns()
+
     def _over(self, ticket: Ticket, error: BaseException | None) -> None:
-        self._bulk[ticket.batch.channel].discard(ticket.seq)
+        channel = ticket.batch.channel
+        self._bulk[channel].discard(ticket.seq)
+        # A stream does one thing after the other: it began when the one before had ended.
+        ticket.started_ns = max(ticket.started_ns or 0, self._free_ns[channel])
+        self._free_ns[channel] = self._now_ns()
         self.finish(ticket, error)
         self._wake.set()

@@ -6,6 +6,7 @@ import heapq
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from time import monotonic_ns
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch
 from phloem.cuda_streams.engine import Ticket
@@ -30,9 +31,13 @@ class Dispatcher(ABC):
     placed_at_launch = False
     """True for engines whose streams can wait for a ticket only once it is launched."""
 
-    def __init__(self, post: Post, fault: Fault | None = None) -> None:
+    def __init__(
+        self, post: Post, fault: Fault | None = None, now_ns: Callable[[], int] = monotonic_ns
+    ) -> None:
+        """`now_ns`: the clock by which tickets say when they began and ended."""
         self.fault = fault
         self._post = post
+        self._now_ns = now_ns
         self._lock = threading.Lock()
         self._seq = 0
         self._closed = False
@@ -55,6 +60,7 @@ class Dispatcher(ABC):
             if self._closed:
                 raise RuntimeClosed("the copy engine is closed")
             ticket = Ticket(self._seq, batch, self._post)
+            ticket.submitted_ns = self._now_ns()
             self._seq += 1
             self._open[ticket.seq] = ticket
             self._inflight[batch.channel] += batch.nbytes
@@ -101,7 +107,7 @@ class Dispatcher(ABC):
         while (ticket := self._pop(channel)) is not None:
             error = self._refusal(ticket)
             if error is None:
-                ticket.started()
+                ticket.started(self._now_ns())
                 return ticket
             self._end_unstarted(ticket, error)
         return None
@@ -113,6 +119,7 @@ class Dispatcher(ABC):
             self._inflight[ticket.batch.channel] -= ticket.batch.nbytes
             if dies:  # before the ticket tells: what requires it should hear of the cause
                 self._dead = error
+        ticket.ended_ns = self._now_ns()
         ticket.finish(error)
         if dies:
             self._flush()

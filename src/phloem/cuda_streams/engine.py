@@ -64,6 +64,10 @@ class Ticket:
         self.quiesced = Fence(post, f"copy {seq}")
         self.placed = Fence(post, f"launch of copy {seq}")
         self.cancel_asked = False
+        # Nanoseconds of the engine's clock, None until it is so (`started_ns`: or for ever).
+        self.submitted_ns: int | None = None
+        self.started_ns: int | None = None
+        self.ended_ns: int | None = None
         self._post = post
         self._state = TicketState.QUEUED
         self._error: BaseException | None = None
@@ -180,8 +184,9 @@ class Ticket:
 
     # -- engines
 
-    def started(self) -> None:
+    def started(self, now_ns: int) -> None:
         """For engines: the copy may touch memory from now on."""
+        self.started_ns = now_ns
         self._state = TicketState.RUNNING
 
     def launched(self, layer_events: Sequence[object]) -> None:

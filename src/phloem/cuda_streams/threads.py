@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from time import monotonic_ns
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -38,8 +39,9 @@ class ThreadEngine(Dispatcher):
         *,
         fault: Fault | None = None,
         mover: Callable[[], RowMover] = RowMover,
+        now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
-        super().__init__(post, fault)
+        super().__init__(post, fault, now_ns)
         self._wakes = {channel: threading.Event() for channel in CHANNELS}
         self._threads = [
             threading.Thread(

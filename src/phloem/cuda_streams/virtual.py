@@ -127,7 +127,7 @@ class VirtualEngine(Dispatcher):
         order_seed: int | None = None,
         on_event: Callable[[int, str, Ticket, int], None] | None = None,
     ) -> None:
-        super().__init__(post or self._soon, fault)
+        super().__init__(post or self._soon, fault, clock.now_ns)
         self.delay = delay
         self._clock = clock
         self._links = links

@@ -73,10 +73,10 @@ class Span(msgspec.Struct):
 
 
 class CopySpan(msgspec.Struct):
-    """A copy: asked for at `planned`, handed to its queue at `submitted`.
+    """A copy: asked for at `planned`, handed to its queue at `submitted`, running from `start`.
 
-    `start` is when its queue was free for it, since a queue carries out one copy at a time; what it
-    may have waited for besides is part of it.
+    Where the log does not tell, `start` is when its queue was free for it, since a queue carries
+    out one copy at a time.
     """
 
     op: int
@@ -339,8 +339,14 @@ class Figures:
         if copy is None:
             return
         copy.end, copy.error = self.last, event.error
-        copy.start = min(self.last, max(copy.submitted, self._queue_free.get(copy.queue, 0.0)))
-        self._queue_free[copy.queue] = self.last
+        if event.ended_ns is not None:  # the event comes later than the end: the loop was busy
+            copy.end = min(self.last, copy.submitted + event.ended_ns / 1e9)
+        if event.started_ns is not None:
+            copy.start = min(copy.end, copy.submitted + event.started_ns / 1e9)
+        else:
+            free = self._queue_free.get(copy.queue, 0.0)
+            copy.start = min(copy.end, max(copy.submitted, free))
+        self._queue_free[copy.queue] = copy.end
         request = self.running.get(copy.request)
         if request is not None and request.ready is None and request.first_step is None:
             request.ready = self.last
