@@ -143,6 +143,7 @@ class House:
         assert self.nothing_owned(), stats
         assert not cache.core.ledger.accounts and not cache.core.tree_actor.operations
         await cache.evict(pages=stats.kv.tree, states=stats.state.tree)
+        await self.settled()  # under write-back it goes behind its copies
         stats = cache.stats()
         assert stats.kv.free == stats.kv.size and stats.state.free == stats.state.size, stats
         await cache.audit()

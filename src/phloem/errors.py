@@ -100,7 +100,9 @@ class CacheCrashed(PhloemError):
 class PoolFigures(NamedTuple):
     """One pool at the moment of a refusal, in pages (kv) or slots (state).
 
-    `evictable` counts what no lease protects; `granted` what requests hold outside the tree.
+    `evictable` counts what no lease protects; `granted` what requests hold outside the tree;
+    `in_flight` what is leaving for the host, and so free by itself in a moment, or being loaded.
+    Together with `free`, `parked` and `protected` they make the `size`.
     """
 
     component: str

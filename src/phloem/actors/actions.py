@@ -88,15 +88,17 @@ class FreeHostSlots(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """To the allocator of `tier`: room for an operation, all or nothing, without waiting.
+    """To the allocator of `tier`: room for an operation, all or nothing.
 
-    Answered to the tree in the same drain by `Reserved` or `NotReserved`.
+    Answered to the tree by `Reserved` or `NotReserved`, in the same drain unless it may `wait` for
+    what copies in flight will free; it never waits for anything else.
     """
 
     op: int
     tier: Tier
     pages: int
     states: int
+    wait: bool = False
 
 
 class Places(msgspec.Struct, frozen=True, gc=False):

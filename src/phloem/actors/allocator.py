@@ -58,22 +58,25 @@ class Grant(msgspec.Struct, eq=False, gc=False):
 class TreeView:
     """What the allocator may know of the tree: its figures, and the owners of leases on data.
 
-    `sweeping` is true while a former generation's data is still on its way back.
+    `arriving` counts the pages and states that its loads own. `sweeping` is true while something
+    comes back without anybody's doing: a former generation's data, or what a copy lets go.
     """
 
     def __init__(
         self,
         figures: Callable[[], TreeFigures],
+        arriving: Callable[[], tuple[int, int]],
         owners: Collection[str],
         sweeping: Callable[[], bool],
     ) -> None:
         self.figures = figures
+        self.arriving = arriving
         self.lease_owners = owners  # as they are at any time
         self.sweeping = sweeping
 
 
 class _Waiter:
-    __slots__ = ("asked", "context", "holder", "message", "op", "reply", "tried")
+    __slots__ = ("asked", "context", "holder", "message", "op", "patient", "reply", "tried")
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class _Waiter:
         asked: int,
         context: Context,
         op: int = 0,
+        patient: bool = False,
     ) -> None:
         self.message = message
         self.reply = reply
@@ -90,6 +94,7 @@ class _Waiter:
         self.asked = asked  # the turn of its message ...
         self.context = context  # ... and what its caller had bound
         self.op = op  # of the tree's operation that asks, which is answered by message; 0: a caller
+        self.patient = patient  # it waits for room that copies in flight will free, no longer
         self.tried = False  # the tree could not help since anything last changed
 
 
@@ -171,7 +176,11 @@ class AllocatorActor:
         return LATER
 
     def _on_reserve(self, action: Reserve) -> None:
-        """Room for an operation of the tree, which never waits behind anybody."""
+        """Room for an operation of the tree, which never waits behind anybody.
+
+        It waits only for what leaves the device already: whoever computes its data instead would
+        need the same room.
+        """
         domain, ledger = self._domain, self._ledger
         message = Allocate(action.pages, action.states, f"op {action.op}")
         assert self._tree is not None
@@ -179,7 +188,9 @@ class AllocatorActor:
         if too_much or self._holders or self._newcomers:
             domain.send(self._tree, NotReserved(action.op))
             return
-        waiter = _Waiter(message, Reply(), False, domain.turns, domain.context, action.op)
+        waiter = _Waiter(
+            message, Reply(), False, domain.turns, domain.context, action.op, action.wait
+        )
         self._newcomers.append(waiter)
         self._pump()
 
@@ -228,14 +239,29 @@ class AllocatorActor:
                 self._serve(waiter)
             elif not waiter.tried:
                 self._ask(waiter)
+            elif waiter.patient and self._is_promised(waiter.message):
+                self._refuse_impatient(behind=waiter)
+                break
             elif not waiter.message.wait:
                 self._refuse(waiter)
             elif not self._break_deadlock():
-                for other in self._waiters():
-                    if not other.message.wait:
-                        self._refuse(other)
+                self._refuse_impatient(behind=waiter)
                 break
         self._ledger.waiting = self.waiting
+
+    def _refuse_impatient(self, behind: _Waiter) -> None:
+        """Who does not wait is not kept behind one who does."""
+        for other in self._waiters():
+            if other is not behind and not other.message.wait:
+                self._refuse(other)
+
+    def _is_promised(self, message: Allocate) -> bool:
+        """Whether the copies in flight will free what is short."""
+        ledger, tree = self._ledger, self._view.figures()
+        return (
+            message.pages <= ledger.kv.free + tree.pages_leaving
+            and message.states <= ledger.state.free + tree.states_leaving
+        )
 
     def _head(self) -> _Waiter | None:
         for queue in (self._holders, self._newcomers):
@@ -387,6 +413,7 @@ class AllocatorActor:
     def figures(self, pages: int, states: int) -> tuple[PoolFigures, ...]:
         """Both pools as a refusal of `pages` and `states` reports them."""
         kv, state, tree = self._ledger.kv, self._ledger.state, self._view.figures()
+        pages_arriving, states_arriving = self._view.arriving()
         return (
             PoolFigures(
                 "kv",
@@ -396,8 +423,8 @@ class AllocatorActor:
                 kv.parked,
                 tree.pages_evictable,
                 tree.pages_protected,
-                kv.granted,
-                0,
+                kv.granted - pages_arriving,
+                tree.pages_leaving + pages_arriving,
             ),
             PoolFigures(
                 "state",
@@ -407,8 +434,8 @@ class AllocatorActor:
                 state.parked,
                 tree.states_evictable,
                 tree.states_protected,
-                state.granted,
-                0,
+                state.granted - states_arriving,
+                tree.states_leaving + states_arriving,
             ),
         )
 

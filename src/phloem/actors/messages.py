@@ -69,11 +69,15 @@ class Match(Message, frozen=True, gc=False, eq=False):
 
 
 class Acquire(Message, frozen=True, gc=False, eq=False):
-    """Lease the deepest boundary within the first `limit` tokens."""
+    """Lease the deepest boundary within the first `limit` tokens.
+
+    `wait=False`: answered in the same drain, whatever the room for a load.
+    """
 
     key: TokenKey
     limit: int
     owner: str
+    wait: bool = True
 
 
 class Open(Message, frozen=True, gc=False, eq=False):

@@ -87,7 +87,12 @@ class Core:
         self.tree_actor = TreeActor(
             self.domain, self.tree, self.ledger, emit, self.clock, self.host_ledger
         )
-        view = TreeView(self.tree.figures, self.tree.leases.owners, self._gives_back_by_itself)
+        view = TreeView(
+            self.tree.figures,
+            self.tree.operations.arriving,
+            self.tree.leases.owners,
+            self._gives_back_by_itself,
+        )
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
         self.transfer = TransferActor(self.domain, engine, pools, emit, host)
         self.tree_actor.connect(self.allocator, self.transfer, self.host_allocator)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.tree.leases import Lease as TreeLease
+from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.cuda_streams.fences import Fence
 from phloem.errors import StaleHandle
@@ -43,13 +45,26 @@ class Lease:
 
     @property
     def pages(self) -> Ids:
-        """The device pages of the boundary, in order; a copy."""
+        """The device pages of the boundary, in order; a copy. Complete once it is `ready`."""
         return self._core.tree.pages_of(self.inner)
 
     @property
     def state(self) -> int:
         """The device slot of the state at the boundary; 0 when there is none."""
         return self._core.tree.state_of(self.inner)
+
+    async def ready(self) -> Match:
+        """Wait until what is only on the host has been loaded: the match the lease ended with.
+
+        Less than was found if the load failed or found no room. Returns at once when everything
+        is on the device. A cancelled caller leaves the lease as it is.
+        """
+        if self.released:
+            raise StaleHandle(f"{self} was released before")
+        if self.inner.load:
+            await self._core.call(m.AwaitLoad(self.inner), _undo_nothing)
+        self.match = standing_on(self.inner, self.match)
+        return self.match
 
     def release(self) -> None:
         """Give the lease up. Raises `StaleHandle` when it was released before."""
@@ -85,3 +100,7 @@ class Lease:
 
     def __repr__(self) -> str:
         return repr(self.inner)
+
+
+def _undo_nothing(answer: object) -> None:
+    del answer

@@ -78,7 +78,7 @@ class Nowait:
     ) -> Lease:
         """Lease the deepest boundary."""
         key = TokenKey.of(tokens, namespace)
-        acquired = self._domain.run(self._tree, m.Acquire(key, limit_of(key, whole), owner))
+        acquired = self._domain.run(self._tree, m.Acquire(key, limit_of(key, whole), owner, False))
         return Lease(self._core, *lease_and_match(acquired))
 
     def allocate(self, *, pages: int = 0, states: int = 0, owner: str = "") -> Grant:

@@ -129,7 +129,9 @@ class TreeActor:
         lease, match = self.tree.acquire(message.key, owner=message.owner, limit=message.limit)
         if self._tell is not None:
             self._tell.acquired(message, lease, match)
-        return (lease, match) if self.tiers is None else self.tiers.answer(lease, match)
+        if self.tiers is None:
+            return lease, match
+        return self.tiers.answer(lease, match, wait=message.wait)
 
     def _on_open(self, message: m.Open) -> object:
         self.tree.tick(self._clock())
@@ -413,10 +415,12 @@ class TreeActor:
         return gone
 
     def _on_make_room(self, message: m.MakeRoom) -> None:
+        """What is leaving already counts as room to come: it is not evicted for a second time."""
         assert self._allocator is not None
-        enough = self.tree.can_evict(message.pages, message.states)
-        if enough:
-            gone, actions = self.tree.evict(message.pages, message.states, message.owner)
+        pages, states = self.tree.beyond_leaving(message.pages, message.states)
+        enough = self.tree.can_evict(pages, states)
+        if enough and (pages or states):
+            gone, actions = self.tree.evict(pages, states, message.owner)
             if self._tell is not None:
                 self._tell.evicted(gone, "room", message.owner)
             self._dispatch(actions)

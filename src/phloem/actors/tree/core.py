@@ -163,6 +163,13 @@ class TreeCore:
         radix = self.radix
         return pages <= radix.pages - kept_pages and states <= radix.states - kept_states
 
+    def beyond_leaving(self, pages: int, states: int) -> tuple[int, int]:
+        """What is still short when everything has gone that is leaving the device."""
+        host = self.host
+        if host is None:
+            return pages, states
+        return max(0, pages - host.pages_leaving), max(0, states - host.states_leaving)
+
     def can_evict_host(self, pages: int, states: int) -> bool:
         """Whether so much is on the host that nothing needs there."""
         figures = self.figures()

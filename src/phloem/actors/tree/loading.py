@@ -86,7 +86,7 @@ class LoadingTree(SheddingTree):
             operation.hold = self._hold(operation, anchor)
             self._wait(lease, operation)
             pages, states = operation.pages, operation.states
-            actions.append(Reserve(operation.number, "device", pages, states))
+            actions.append(Reserve(operation.number, "device", pages, states, wait=True))
         elif requires:
             self._wait(lease, self.operations.live[requires])
 

@@ -148,6 +148,11 @@ class Operations:
         if above is not None:
             above.dependants.remove(operation.number)
 
+    def arriving(self) -> tuple[int, int]:
+        """Device pages and states that the loads own."""
+        loads = [one for one in self.live.values() if one.kind == "load" and one.account]
+        return sum(len(one.page_ids) for one in loads), sum(bool(one.slot) for one in loads)
+
     def divide(self, node: Node, upper: Node, pages: int) -> None:
         """`node` was split after so many pages: what is under way over it concerns both parts."""
         part = node.host

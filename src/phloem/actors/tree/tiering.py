@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec import structs
 
 from phloem.actors import messages as m
-from phloem.actors.actions import TREE
+from phloem.actors.actions import TREE, Action, Reserve
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
 from phloem.actors.telling import Teller
@@ -64,12 +64,20 @@ class Tiering:
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def answer(self, lease: Lease, match: Match) -> object:
-        """Plan what a lease just taken leads to, and answer its caller when room is certain."""
+    def answer(self, lease: Lease, match: Match, *, wait: bool = True) -> object:
+        """Plan what a lease just taken leads to, and answer its caller when room is certain.
+
+        Who does not `wait` is answered in this drain: a load of its own is refused rather than
+        wait for room, and of one that waits for others it is not known whether it gets any.
+        """
         number, actions = self._tree.plan(lease)
+        if not wait:
+            actions = [_at_once(action) for action in actions]
         self._dispatch(actions)
         operation = self._tree.operations.live.get(number)
         if operation is None or operation.phase != "planned":
+            return lease, match
+        if not wait and not any(isinstance(a, Reserve) and a.op == number for a in actions):
             return lease, match
         reply = self._domain.later()
         tree_actor = self._tree_actor
@@ -153,6 +161,10 @@ class Tiering:
         """The cache was reset: whoever waits for a load looks again."""
         for number in list(self._loading):
             self.let_go(number)
+
+
+def _at_once(action: Action) -> Action:
+    return structs.replace(action, wait=False) if isinstance(action, Reserve) else action
 
 
 def standing_on(lease: Lease, match: Match) -> Match:
