@@ -108,6 +108,16 @@ class CandidateIndex:
             self._forget(node)
         return None
 
+    def first(self) -> tuple[Score, Node] | None:
+        """What `pop` would take out next; it stays."""
+        first = self.pop()
+        if first is not None:
+            score, node = first
+            node.queued |= self.bit
+            self._nodes[node.id] = node
+            self._enter(score, node.id)
+        return first
+
     def lower(self, node: Node) -> None:
         """The score of `node` has fallen. Its former entry is passed over when its turn comes."""
         if node.queued & self.bit:

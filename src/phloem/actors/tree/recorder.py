@@ -43,6 +43,7 @@ RECORDED = (
     "insert",
     "insert_checked",
     "evict",
+    "evict_bytes",
     "evict_excess",
     "evict_host",
     "plan",

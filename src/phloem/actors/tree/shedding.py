@@ -13,7 +13,7 @@ from phloem.actors.tree.eviction import kv_may_go
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import HostTier, host_kv_may_go, part_of
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
-from phloem.actors.tree.policies import Policy, policy_named
+from phloem.actors.tree.policies import Policy, Score, policy_named
 from phloem.actors.tree.results import Evicted
 from phloem.errors import InvalidRequest
 
@@ -71,36 +71,78 @@ class SheddingTree(BackingTree):
         """
         if pages < 0 or states < 0:
             raise InvalidRequest(f"evict of {pages} pages and {states} states")
-        gone, everything = Tally(by, []), self.host is None
+        gone = Tally(by, [])
         while gone.pages < pages:
             popped = self.kv_index.pop()
             if popped is None:
                 break
-            score, node = popped
-            self.policy.evicted(score, self.now)
-            missing, count = pages - gone.pages, node.page_count
-            if node.state == NO_SLOT and missing < count:
-                self._lose_tail(node, missing, gone)
-            elif everything:
-                gone.pages += count
-                gone.states += node.state != NO_SLOT
-                self._drop_leaf(node, gone.actions, by)
-            else:
-                self._lose_kv(node, gone)
+            self._lose_of_leaf(popped, pages - gone.pages, gone)
         while gone.states < states:
             popped = self.state_index.pop()
             if popped is None:
                 break
-            score, node = popped
-            self.policy.evicted(score, self.now)
-            if kv_may_go(node):
-                self._lose_kv(node, gone)
+            self._lose_of_state(popped, gone)
+        return self._evicted(gone)
+
+    def evict_bytes(
+        self, nbytes: int, *, page_bytes: int, state_bytes: int, states: int = 0, by: str = ""
+    ) -> tuple[Evicted, Actions]:
+        """Free `states` states, and `nbytes` bytes beyond them, of one memory for both kinds.
+
+        The bytes come from whichever the policy gives up first: a leaf, of which a stateless one
+        gives only as many tail pages as are needed, or a state. A page frees `page_bytes`, a state
+        `state_bytes`; what goes with a leaf counts. Raises `InvalidRequest` for negative sizes.
+        """
+        if nbytes < 0 or states < 0 or page_bytes < 1 or state_bytes < 0:
+            raise InvalidRequest(
+                f"evict of {nbytes} bytes and {states} states, {page_bytes} bytes a page, "
+                f"{state_bytes} a state"
+            )
+        gone = Tally(by, [])
+        while gone.states < states:
+            popped = self.state_index.pop()
+            if popped is None:
+                break
+            self._lose_of_state(popped, gone)
+        states = min(states, gone.states)
+        while True:
+            missing = nbytes - gone.pages * page_bytes - (gone.states - states) * state_bytes
+            if missing <= 0:
+                break
+            leaf = self.kv_index.first()
+            state = self.state_index.first() if state_bytes else None
+            if state is not None and (leaf is None or state[0] < leaf[0]):
+                self.state_index.pop()
+                self._lose_of_state(state, gone)
+            elif leaf is not None:
+                self.kv_index.pop()
+                self._lose_of_leaf(leaf, -(-missing // page_bytes), gone)
             else:
-                self._lose_state(node, gone)
+                break
+        return self._evicted(gone)
+
+    def _lose_of_leaf(self, popped: tuple[Score, Node], missing: int, gone: Tally) -> None:
+        """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
+        score, node = popped
+        self.policy.evicted(score, self.now)
+        if node.state == NO_SLOT and missing < node.page_count:
+            self._lose_tail(node, missing, gone)
+        else:
+            self._lose_kv(node, gone)
+
+    def _lose_of_state(self, popped: tuple[Score, Node], gone: Tally) -> None:
+        """A state goes, with its node if that is a leaf."""
+        score, node = popped
+        self.policy.evicted(score, self.now)
+        if kv_may_go(node):
+            self._lose_kv(node, gone)
+        else:
+            self._lose_state(node, gone)
+
+    def _evicted(self, gone: Tally) -> tuple[Evicted, Actions]:
+        """What an eviction has brought; the indexes are swept if they need it."""
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
-        if everything:
-            return Evicted(gone.pages, gone.states), gone.actions
         return gone.result(), gone.actions
 
     # -- victims -------------------------------------------------------------------------------
