@@ -423,7 +423,7 @@ async def test_a_request_aborted_by_another_task_stays_so(call: str, inline: boo
                 "fork": request.fork,
             }
             if call == "checkpoint":
-                request._holding.drop_snapshot(())
+                request._holding.drop_snapshots(())
             task = asyncio.ensure_future(works[call]())
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -25,6 +25,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     turn at once; the results are the same without. `queue_max` bounds the callers that wait for a
     turn.
 
+    `snapshot_slots`: how many snapshots by the model's kernel a request may hold at once; with two
+    the older one is what is left to publish when the request ends before the newer one's position.
+
     `host_bytes` (a number, or like "8GiB") is the host tier's, for pages and states together; 0
     leaves it off. `write_policy` says when data is copied there: "write_through" at its first use,
     "selective" at its second, "write_back" when it leaves the device. The states named in
@@ -36,6 +39,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     state_chunk: int = 64
     device_pages: int = 4096
     device_states: int = 64
+    snapshot_slots: int = 1
     host_bytes: int | str = 0
     write_policy: WritePolicy = "write_through"
     int8_states: tuple[str, ...] = ()
@@ -48,7 +52,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     close_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "state_chunk", "device_pages", "queue_max"):
+        for name in ("page_size", "state_chunk", "device_pages", "queue_max", "snapshot_slots"):
             integer(name, getattr(self, name), 1)
         integer("device_states", self.device_states, 1 if self.layout.has_states else 0)
         policy_named(self.eviction)

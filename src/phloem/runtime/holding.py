@@ -38,7 +38,7 @@ class Holding:
         self.pages = tree_pages
         self.own_from = len(tree_pages)
         self.working: int | None = None  # the slot of the working state
-        self.snapshot: Snapshot | None = None
+        self.snapshots: list[Snapshot] = []  # by position, ascending
         self.copying = 0  # the slot that receives a copy of the working state for a checkpoint
 
     @property
@@ -57,8 +57,7 @@ class Holding:
         states: Ids = array("i")
         if self.working is not None:
             states.append(self.working)
-        if self.snapshot is not None:
-            states.append(self.snapshot.slot)
+        states.extend(snapshot.slot for snapshot in self.snapshots)
         if self.copying:
             states.append(self.copying)
         return states
@@ -103,11 +102,21 @@ class Holding:
         self.own_from = len(tree_pages)
         self.give_back(replaced, array("i"), ())
 
-    def drop_snapshot(self, after: tuple[Fence, ...]) -> None:
-        """Give the snapshot's slot back, if there is one."""
-        if self.snapshot is not None:
-            slot, self.snapshot = self.snapshot.slot, None
-            self.give_back_slot(slot, after)
+    def keep_snapshot(self, slot: int, position: int) -> None:
+        """Note that `slot` holds, or will hold, the state at `position`."""
+        self.snapshots.append(Snapshot(slot, position))
+        self.snapshots.sort(key=lambda snapshot: snapshot.position)
+
+    def drop_snapshots(self, after: tuple[Fence, ...], beyond: int = -1) -> None:
+        """Give the slots of all snapshots beyond a position back."""
+        for snapshot in [s for s in self.snapshots if s.position > beyond]:
+            self.snapshots.remove(snapshot)
+            self.give_back_slot(snapshot.slot, after)
+
+    def drop_snapshots_below(self, position: int, after: tuple[Fence, ...]) -> None:
+        """Give the slots of all snapshots up to a position back."""
+        while self.snapshots and self.snapshots[0].position <= position:
+            self.give_back_slot(self.snapshots.pop(0).slot, after)
 
     def give_back_slot(self, slot: int, after: tuple[Fence, ...]) -> None:
         """Give one state slot back after `after` and the copies that still touch it."""

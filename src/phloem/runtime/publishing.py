@@ -8,7 +8,6 @@ from phloem.actors import messages as m
 from phloem.actors.tree.tree import InsertResult
 from phloem.errors import InvalidRequest, NoRoom
 from phloem.runtime.checks import integer
-from phloem.runtime.holding import Snapshot
 from phloem.runtime.standing import Standing
 
 __all__ = ["Publish", "Publishing"]
@@ -24,6 +23,7 @@ class Publishing(Standing):
         """A slot into which the model's kernel writes its state at `position`, or None.
 
         Nothing is evicted for it. The next checkpoint or finish at or beyond `position` donates it.
+        A request that holds `snapshot_slots` of them gets its oldest again, and has that no more.
         """
         self._check_alive()
         position = integer("position", position)
@@ -31,41 +31,52 @@ class Publishing(Standing):
         if not core.has_states or position % core.grid or position <= self.computed:
             self._refused("off_grid" if position % core.grid else "unsettled")
             return None
-        kept = self._holding.snapshot
-        if kept is None:
-            try:
-                slot = self._holding.take_slot(evict=False, owner=self.id)
-            except NoRoom:
-                self._refused("no_slot")
-                return None
+        slot = self._slot_for_snapshot(position)
+        if slot is None:
+            self._refused("no_slot")
         else:
-            slot = kept.slot
-        self._holding.snapshot = Snapshot(slot, position)
+            self._holding.keep_snapshot(slot, position)
         return slot
+
+    def _slot_for_snapshot(self, position: int) -> int | None:
+        """The slot that holds `position` already, else a new one, else that of the oldest."""
+        kept = self._holding.snapshots
+        for number, snapshot in enumerate(kept):
+            if snapshot.position == position:
+                return kept.pop(number).slot
+        if len(kept) < self._core.config.snapshot_slots:
+            try:
+                return self._holding.take_slot(evict=False, owner=self.id)
+            except NoRoom:
+                pass  # then the oldest, if there is one
+        return kept.pop(0).slot if kept else None
 
     async def checkpoint(self, *, state: bool | None = None) -> InsertResult | None:
         """Publish what is settled; donate a state when the position is wanted (or `state=True`).
 
         The state is a copy, made after the steps that wrote it; when no slot can be had the KV is
-        published without. Returns None when there is nothing new to publish, when the cache was
-        reset since the request opened, or when it is off. Raises `InvalidRequest` while a step of
-        the request is opened and not launched.
+        published without. Returns what was published with a state, else what was without; None
+        when there is nothing new to publish, when the cache was reset since the request opened, or
+        when it is off. Raises `InvalidRequest` while a step of the request is opened and not
+        launched.
         """
         self._check_alive()
         self._check_launched("checkpoint")
         if not self._publishes():
             return None
         position = self._publishable("all")
-        offer = self._donatable_snapshot(position)
-        if offer is not None:
-            self._publish(offer.position, offer.slot)
-        slot = await self._copy_for(position, state)
+        published = self._publish_snapshots(position)
+        state_at = min(position, self._state_position) if self._state_lag else position
+        slot = await self._copy_for(state_at, state)
         if not self._publishes():  # reset while the copy was made
             if slot:
                 self._holding.give_back_slot(slot, self.fences())
             return None
-        end = position if slot else self._whole(position)
-        return self._publish(end, slot) if slot or end > self.boundary else None
+        if slot:
+            published = self._publish(state_at, slot)
+        end = self._whole(position)
+        rest = self._publish(end, 0) if end > self.boundary else None
+        return published or rest
 
     async def finish(self, *, publish: Publish = "all") -> None:
         """Publish the rest, give back what is left, end the lease.
@@ -111,20 +122,26 @@ class Publishing(Standing):
         grid = self._core.grid  # without recurrent layers, a page
         return position // grid * grid
 
-    def _donatable_snapshot(self, position: int) -> Snapshot | None:
-        """The snapshot, taken out, if its position is settled; it is spent by an insert."""
-        snapshot = self._holding.snapshot
-        if snapshot is None or not self.boundary < snapshot.position <= position:
-            return None
-        self._holding.snapshot = None
-        return snapshot
+    def _publish_snapshots(self, position: int) -> InsertResult | None:
+        """Donate the deepest snapshot that is settled, and those before it that are wanted."""
+        holding, boundary = self._holding, self.boundary
+        published: InsertResult | None = None
+        settled = [s for s in holding.snapshots if boundary < s.position <= position]
+        wanted = {wanted.position for wanted in self._lease.wanted}
+        for snapshot in settled:
+            if snapshot is settled[-1] or snapshot.position in wanted:
+                holding.snapshots.remove(snapshot)
+                published = self._publish(snapshot.position, snapshot.slot)
+        if settled:
+            holding.drop_snapshots_below(settled[-1].position, self.fences())
+        return published
 
     async def _copy_for(self, position: int, state: bool | None) -> int:
         """A copy of the working state in a slot of its own, if one is worth it; else 0."""
         core = self._core
         if not core.has_states or state is False or self.state_slot is None:
             return 0
-        settled = position if self._state_at == position else 0
+        settled = position if self._state_position == position else 0
         why = core.tree.why_not(self._lease, position, settled)
         if state is None and all(w.position != position for w in self._lease.wanted):
             if why in ("budget", "low_benefit"):
@@ -172,21 +189,20 @@ class Publishing(Standing):
 
     def _publish_last(self, position: int, *, give_state: bool = False) -> int:
         """Publish up to `position` and hand the working state over, if it is wanted or given."""
-        snapshot = self._donatable_snapshot(position)
-        if snapshot is not None:
-            self._publish(snapshot.position, snapshot.slot)
-        state = 0
+        self._publish_snapshots(position)
+        at = self._state_position
         if (
             self._holding.working is not None
-            and self._state_at == position == self.computed
-            and position
-            and position % self._core.grid == 0
-            and (give_state or self._wants_state(position))
+            and self._state_at == self.computed
+            and max(self.boundary, 1) <= at <= position
+            and at % self._core.grid == 0
+            and (give_state or self._wants_state(at))
         ):
             state, self._holding.working = self._holding.working, None
-        end = position if state else self._whole(position)
-        if state or end > self.boundary:
-            self._publish(end, state)
+            self._publish(at, state)
+        end = self._whole(position)
+        if end > self.boundary:
+            self._publish(end, 0)
         return self.boundary
 
     def _wants_state(self, position: int) -> bool:

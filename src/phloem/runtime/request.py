@@ -90,7 +90,7 @@ class Request(Publishing):
                 raise InvalidRequest(f"{self} has lost its working state and cannot go on")
             await self._core.call(m.Prepare(self._lease, self.state_slot))
             self._check_alive()
-            self._state_at = self.boundary
+            self._state_at, self._state_lag = self.boundary, 0
         self.status = "running"
         return self.match
 
@@ -129,7 +129,7 @@ class Request(Publishing):
         self._tokens_reused += match.usable - self.computed
         self.computed = match.usable
         self.match = match
-        self._holding.drop_snapshot(self.fences())
+        self._holding.drop_snapshots(self.fences())
         if self.status == "running":
             await self.ready()
         return match
@@ -181,13 +181,14 @@ class Request(Publishing):
                 f"rollback to {position}: own tokens go from {self.boundary} to {self._key.length}"
             )
         if self._core.has_states and position < self.computed and self._state_at != position:
-            snapshot, slot = self._holding.snapshot, self.state_slot
-            if snapshot is None or snapshot.position != position or slot is None:
+            slot = self.state_slot
+            snapshot = next((s for s in self._holding.snapshots if s.position == position), None)
+            if snapshot is None or slot is None:
                 raise InvalidRequest(f"no snapshot of the state at {position}")
             self._state_at = None
             await self._core.call(m.CopyWorkingState(snapshot.slot, slot, self.id, self.fences()))
             self._check_alive()
-            self._state_at = position
+            self._state_at, self._state_lag = position, 0
         self._key = self._key.cut(position)
         self.prompt_tokens = min(self.prompt_tokens, position)
         self.computed = min(self.computed, position)
@@ -219,8 +220,11 @@ class Request(Publishing):
     def _step_over(self, number: int) -> None:
         self._steps.pop(number, None)
 
-    def check_end(self, end: int) -> None:
-        """For `Step`: raise `InvalidRequest` unless a pass can compute up to `end`."""
+    def check_end(self, end: int, state_at: int) -> None:
+        """For `Step`: raise `InvalidRequest` unless a pass can compute up to `end`.
+
+        The working state is then true at `state_at`.
+        """
         self._check_alive()
         if self._core.has_states and self._state_at != self.computed:
             raise InvalidRequest(
@@ -231,13 +235,15 @@ class Request(Publishing):
                 f"{self} computed up to {end}, with {self._key.length} tokens and room for "
                 f"{self.room}"
             )
+        if not 0 <= state_at <= end:
+            raise InvalidRequest(f"{self} computed up to {end}, with its state at {state_at}")
 
-    def step_launched(self, end: int) -> None:
-        """For `Step`: launched work computes up to `end`."""
+    def step_launched(self, end: int, state_at: int) -> None:
+        """For `Step`: launched work computes up to `end`, and the state up to `state_at`."""
         self._tokens_computed += end - self.computed
         self.computed = end
         if self._core.has_states:
-            self._state_at = end
+            self._state_at, self._state_lag = end, end - state_at
 
     def step_abandoned(self, start: int, *, was_launched: bool) -> None:
         """For `Step`: the pass was given up; what it may have written counts for nothing."""
@@ -247,9 +253,7 @@ class Request(Publishing):
             self._tokens_computed -= self.computed - start
             self.computed = start
         self._state_at = None  # an abandoned pass may have overwritten it, and a snapshot too
-        snapshot = self._holding.snapshot
-        if snapshot is not None and snapshot.position > self.computed:
-            self._holding.drop_snapshot(self.fences())
+        self._holding.drop_snapshots(self.fences(), beyond=self.computed)
 
     async def suspend(self, *, keep_lease: bool = False) -> None:
         """Give back room and state, to go on later by `resume`; for preemption.
@@ -312,8 +316,10 @@ class Request(Publishing):
         """
         self._check_alive()
         self._check_launched("fork")
-        if self.computed != self.settled or self.status != "running":
-            raise InvalidRequest(f"{self} cannot be forked: not running, or beyond its tokens")
+        if self.computed != self.settled or self.status != "running" or self._state_lag:
+            raise InvalidRequest(
+                f"{self} cannot be forked: not running, beyond its tokens, or its state lags"
+            )
         core = self._core
         if name in core.requests:
             raise InvalidRequest(f"request {name!r} is running")

@@ -47,7 +47,9 @@ class Standing:
         self._key = opened.key
         self._lease = lease
         self._holding = holding_under(core, lease)
-        self._state_at: int | None = None  # the position at which the working state is true
+        # The working state goes with so many computed tokens; it may lag so many behind them.
+        self._state_at: int | None = None
+        self._state_lag = 0
         self._lease_given_up = False  # released, or to be when what reads under it has ended
         self._tokens_computed = 0
         self._tokens_reused = match.usable
@@ -63,6 +65,11 @@ class Standing:
     def state_slot(self) -> int | None:
         """The slot of the request's own working state, None until it is allocated."""
         return self._holding.working
+
+    @property
+    def _state_position(self) -> int:
+        """The position at which the working state is true; 0 when it is at none."""
+        return 0 if self._state_at is None else self._state_at - self._state_lag
 
     @property
     def settled(self) -> int:

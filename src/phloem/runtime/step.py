@@ -56,22 +56,30 @@ class Step:
         await self.fence.reached()
 
     def launched(
-        self, ends: Mapping[Request, int], stream: Stream | torch.Stream | None = None
+        self,
+        ends: Mapping[Request, int],
+        stream: Stream | torch.Stream | None = None,
+        *,
+        states_at: Mapping[Request, int] | None = None,
     ) -> None:
         """Everything is enqueued; each request will then be computed up to its end in `ends`.
 
         `stream` is for a pass that runs on another stream than the one it was opened on.
+        `states_at` is for kernels that update states late: the position, at or below the end, at
+        which the working state of a request is then true.
 
         Raises `InvalidRequest` for a request that is not of this step or an end that does not fit
         its tokens and room, with nothing changed.
         """
-        for request, end in ends.items():
-            if request not in self.requests:
+        late = states_at or {}
+        for request in (*ends, *late):
+            if request not in self.requests or request not in ends:
                 raise InvalidRequest(f"{request} is not of step {self.number}")
-            request.check_end(integer("end", end))
+        for request, end in ends.items():
+            request.check_end(integer("end", end), integer("state_at", late.get(request, end)))
         self._ticket.launched(None if stream is None else self._core.streams.named(stream))
         for request, end in ends.items():
-            request.step_launched(end)
+            request.step_launched(end, late.get(request, end))
         self._tell(self.state, self._core.domain.caller_context())
 
     def end(self) -> None:

@@ -211,9 +211,17 @@ class _Facade:
             raise
         self._here(lambda: step.__exit__(None, None, None))
 
-    def launched(self, step: Step, ends: dict[SyncRequest, int]) -> None:
+    def launched(
+        self,
+        step: Step,
+        ends: dict[SyncRequest, int],
+        *,
+        states_at: dict[SyncRequest, int] | None = None,
+    ) -> None:
         """`step.launched`, said where the runtime lives."""
-        self._here(lambda: step.launched({request.inner: end for request, end in ends.items()}))
+        inner = {request.inner: end for request, end in ends.items()}
+        late = {request.inner: at for request, at in (states_at or {}).items()}
+        self._here(lambda: step.launched(inner, states_at=late))
 
     def match(
         self, tokens: Tokens, *, namespace: Namespace | None = None, whole: bool = False
