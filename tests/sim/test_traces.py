@@ -36,7 +36,7 @@ def test_a_sample_reads_in_order_of_time(name: str) -> None:
     assert [r.at_s for r in requests] == sorted(r.at_s for r in requests)
     for request in requests:
         tokens = request.tokens()
-        assert len(tokens) == request.length > 0
+        assert request.length - request.block_size < len(tokens) <= request.length
         assert int(tokens.min()) >= 0
         assert request.output >= 0
 
@@ -105,7 +105,7 @@ def test_sessions_share_tools_and_are_laid_out_in_time(tmp_path: Path) -> None:
         session("b", {"type": "subagent", "t": 2, "requests": [turn(1, (1, 4))]}),
     )
     requests = list(read_sessions(path, Sessions(every_s=10, pause_max_s=100)))
-    assert [(r.session, r.at_s) for r in requests] == [("a", 0), ("b", 13), ("a", 100)]
+    assert [(r.session, r.at_s) for r in requests] == [("a", 0), ("b", 10), ("a", 100)]
     first, other, third = (r.blocks.tolist() for r in requests)
     assert first[:2] == other[:2] and first[2] != other[2]
     assert third[:3] == first

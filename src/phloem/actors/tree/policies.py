@@ -15,6 +15,7 @@ from phloem.errors import InvalidRequest
 __all__ = [
     "BenefitPerByte",
     "Fifo",
+    "KEEP",
     "Lfu",
     "Lru",
     "Policy",
@@ -28,6 +29,7 @@ __all__ = [
 
 Score = int  # not negative, of at most so many bytes
 SCORE_BYTES = 24
+KEEP: Score = 2 ** (8 * SCORE_BYTES) - 1  # no candidate: goes only when room is asked for by kind
 _STAMP_BITS = 64  # left for a stamp below a class of scores
 
 
@@ -37,10 +39,15 @@ class Policy:
     `rises_only`: while nobody touches a node its score never falls. Where it may fall, an entry
     keeps the score of the last touch, so that such data go somewhat later than scored. `time` is
     the latest message's, set by the tree. `bits`: how many a score has at most.
+    `apart`: a leaf's state goes without its KV and its KV page by page, not the leaf as a whole.
+    `by_shape`: scores of states depend on how many children a node has; they may fall when it loses
+    one.
     """
 
     name = "lru"
     rises_only = True
+    apart = False
+    by_shape = False
     bits = 2 * _STAMP_BITS  # a score has no more
     time = 0
 
@@ -115,6 +122,7 @@ class _First(Policy):
     def __init__(self, within: Policy | None = None) -> None:
         self.within = within or Lru()
         self.rises_only = self.within.rises_only
+        self.apart, self.by_shape = self.within.apart, self.within.by_shape
         self.bits = self.within.bits + self.class_bits
         if self.bits > 8 * SCORE_BYTES:
             raise InvalidRequest(f"a score of {self.bits} bits; {8 * SCORE_BYTES} at most")

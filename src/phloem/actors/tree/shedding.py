@@ -13,7 +13,7 @@ from phloem.actors.tree.eviction import kv_may_go
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import HostTier, host_kv_may_go, part_of
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
-from phloem.actors.tree.policies import Policy, Score, policy_named
+from phloem.actors.tree.policies import KEEP, Policy, Score, policy_named
 from phloem.actors.tree.results import Evicted
 from phloem.errors import InvalidRequest
 
@@ -91,7 +91,8 @@ class SheddingTree(BackingTree):
 
         The bytes come from whichever the policy gives up first: a leaf, of which a stateless one
         gives only as many tail pages as are needed, or a state. A page frees `page_bytes`, a state
-        `state_bytes`; what goes with a leaf counts. Raises `InvalidRequest` for negative sizes.
+        `state_bytes`; what goes with a leaf counts. What the policy scores `KEEP` stays. Raises
+        `InvalidRequest` for negative sizes.
         """
         if nbytes < 0 or states < 0 or page_bytes < 1 or state_bytes < 0:
             raise InvalidRequest(
@@ -111,10 +112,10 @@ class SheddingTree(BackingTree):
                 break
             leaf = self.kv_index.first()
             state = self.state_index.first() if state_bytes else None
-            if state is not None and (leaf is None or state[0] < leaf[0]):
+            if state is not None and state[0] != KEEP and (leaf is None or state[0] < leaf[0]):
                 self.state_index.pop()
                 self._lose_of_state(state, gone)
-            elif leaf is not None:
+            elif leaf is not None and leaf[0] != KEEP:
                 self.kv_index.pop()
                 self._lose_of_leaf(leaf, -(-missing // page_bytes), gone)
             else:
@@ -125,6 +126,8 @@ class SheddingTree(BackingTree):
         """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
         score, node = popped
         self.policy.evicted(score, self.now)
+        if node.state != NO_SLOT and self.policy.apart and missing < node.page_count:
+            self._lose_state(node, gone)
         if node.state == NO_SLOT and missing < node.page_count:
             self._lose_tail(node, missing, gone)
         else:
@@ -134,7 +137,7 @@ class SheddingTree(BackingTree):
         """A state goes, with its node if that is a leaf."""
         score, node = popped
         self.policy.evicted(score, self.now)
-        if kv_may_go(node):
+        if kv_may_go(node) and not self.policy.apart:
             self._lose_kv(node, gone)
         else:
             self._lose_state(node, gone)
@@ -321,6 +324,8 @@ class SheddingTree(BackingTree):
             self.kv_index.push(parent)
         if parent.children is not None:
             self.radix.merge_into_child(parent)
+            if self.policy.by_shape:
+                self.state_index.lower(parent)
 
     def _recede(self, node: Node) -> None:
         """Who stands on the node's state, which is about to go, goes to the next one above."""

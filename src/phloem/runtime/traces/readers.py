@@ -11,6 +11,8 @@ from __future__ import annotations
 import csv
 import gzip
 import heapq
+import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -33,14 +35,16 @@ __all__ = [
 ]
 
 TokenIds = npt.NDArray[np.int32]
+NO_TOKENS: TokenIds = np.empty(0, np.int32)
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a trace, `at_s` seconds after its start.
 
-    `blocks` are ids of blocks of `block_size` tokens (the last one may be partial), `length` the
-    tokens of the prompt, `output` those of the answer.
+    `blocks` are ids of blocks of `block_size` tokens; the last one may be partial, or left out.
+    `length` are the tokens of the prompt, `output` those of the answer, and `answer` their ids in
+    the traces that tell them, which have blocks of one token.
     """
 
     at_s: float
@@ -49,6 +53,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     length: int
     output: int
+    answer: TokenIds = NO_TOKENS
 
     def tokens(self, *, shrink: int = 1) -> TokenIds:
         """Token ids in which exactly those prefixes are equal that were equal in the trace.
@@ -137,15 +142,24 @@ class _Session(msgspec.Struct):
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """How sessions without a common clock are laid out in time.
 
-    They start `every_s` apart; pauses inside a session are cut to `pause_max_s`. Sessions of one
-    model whose tool definitions have equal length share those (an assumption: ids are local to a
-    session in the file). `first`: so many sessions, None for all.
+    They start `every_s` apart, or so on average when a `seed` is given; pauses inside a session are
+    cut to `pause_max_s`, or drawn with a mean of `pause_s` whole seconds. Sessions of one model
+    whose tool definitions have equal length share those (an assumption: ids are local to a session
+    in the file). `first`: so many sessions, None for all. A session with a prompt of more than
+    `prompt_max` tokens is left out; it ends before the first of more than `prompt_cut`, or after
+    `turns_max` turns, and is left out if it then has less than `turns_min`.
     """
 
     first: int | None = None
     every_s: float = 30.0
+    seed: int | None = None
     pause_max_s: float = 300.0
+    pause_s: float | None = None
     share_tools: bool = True
+    prompt_max: int | None = None
+    prompt_cut: int | None = None
+    turns_max: int | None = None
+    turns_min: int = 1
 
 
 def read_sessions(path: Path, layout: Sessions | None = None) -> Iterator[TraceRequest]:
@@ -154,19 +168,25 @@ def read_sessions(path: Path, layout: Sessions | None = None) -> Iterator[TraceR
     The sessions that overlap are in memory together.
     """
     layout = layout or Sessions()
+    rng = random.Random(layout.seed)
     numbers: dict[object, int] = {}
     waiting: list[tuple[float, int, TraceRequest]] = []
-    made = 0
-    for index, (_, session) in enumerate(_decoded(path, _Session)):
-        if layout.first is not None and index >= layout.first:
+    made = used = 0
+    start = 0.0
+    for _, session in _decoded(path, _Session):
+        if layout.first is not None and used >= layout.first:
             break
-        start = index * layout.every_s
+        turns = _kept(session, layout)
+        if not turns:
+            continue
+        if layout.seed is not None:
+            start += rng.expovariate(1 / layout.every_s)
+        elif used:
+            start += layout.every_s
+        used += 1
         while waiting and waiting[0][0] < start:
             yield heapq.heappop(waiting)[2]
-        now, last = start, 0.0
-        for at, turn in sorted(_flat(session.requests, 0.0), key=lambda pair: pair[0]):
-            now += min(max(0.0, at - last), layout.pause_max_s)
-            last = at
+        for now, turn in _timed(turns, start, layout, rng):
             blocks = _numbered(session, turn, layout, numbers)
             if not len(blocks):
                 continue
@@ -175,13 +195,48 @@ def read_sessions(path: Path, layout: Sessions | None = None) -> Iterator[TraceR
                 session=session.id,
                 blocks=blocks,
                 block_size=session.block_size,
-                length=len(blocks) * session.block_size,
+                length=max(turn.tokens, len(blocks) * session.block_size),
                 output=turn.out,
             )
             heapq.heappush(waiting, (now, made, request))
             made += 1
     while waiting:
         yield heapq.heappop(waiting)[2]
+
+
+def _kept(session: _Session, layout: Sessions) -> list[tuple[float, _Turn]]:
+    """The turns of a session in their order, as far as the layout wants them."""
+    turns = sorted(_flat(session.requests, 0.0), key=lambda pair: pair[0])
+    if layout.prompt_cut is not None:
+        long = (at for at, (_, turn) in enumerate(turns) if turn.tokens > layout.prompt_cut)
+        turns = turns[: next(long, len(turns))]
+    turns = turns[: layout.turns_max]
+    longest = max((turn.tokens for _, turn in turns), default=0)
+    too_long = layout.prompt_max is not None and longest > layout.prompt_max
+    return [] if too_long or len(turns) < layout.turns_min else turns
+
+
+def _timed(
+    turns: Iterable[tuple[float, _Turn]], start: float, layout: Sessions, rng: random.Random
+) -> Iterator[tuple[float, _Turn]]:
+    """The turns with the times at which they arrive."""
+    now, last = start, None
+    for at, turn in turns:
+        if last is not None and layout.pause_s is not None:
+            now += _poisson(rng, layout.pause_s)
+        elif last is not None:
+            now += min(at - last, layout.pause_max_s)
+        last = at
+        yield now, turn
+
+
+def _poisson(rng: random.Random, mean: float) -> int:
+    """A Poisson-distributed number: how many uniform draws keep their product above exp(-mean)."""
+    count, product, least = 0, rng.random(), math.exp(-mean)
+    while product > least:
+        count += 1
+        product *= rng.random()
+    return count
 
 
 def _flat(turns: Iterable[_Turn], offset: float) -> Iterator[tuple[float, _Turn]]:
@@ -235,6 +290,7 @@ def read_agent_tokens(path: Path) -> Iterator[TraceRequest]:
             block_size=1,
             length=len(prompt),
             output=len(line.out),
+            answer=before[-1][len(prompt) :],
         )
 
 

@@ -1,0 +1,1 @@
+"""What a model costs: FLOPs of a prefill, bytes of KV and states, times of copies."""

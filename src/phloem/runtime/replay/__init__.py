@@ -1,0 +1,1 @@
+"""Real traces through the real tree, with any policy at any capacity."""

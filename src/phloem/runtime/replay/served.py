@@ -1,0 +1,54 @@
+"""What a replay counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Decision", "Totals"]
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """What was decided for one request; all positions in tokens.
+
+    `prefix`: how far KV alone reached. `states`: where states were made. `skipped`: the request's
+    data were not kept, since they did not fit. `evicted`: pages and states that went for it.
+    """
+
+    request: int
+    hit: int
+    prefix: int
+    states: tuple[int, ...]
+    skipped: bool
+    evicted: tuple[int, int]
+
+
+class Totals(msgspec.Struct):
+    """Sums over the requests of a replay.
+
+    `eviction_s` and `lookup_s` are the only figures that depend on the machine.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+    flops: float = 0.0
+    flops_saved: float = 0.0
+    states_made: int = 0
+    states_restored: int = 0
+    skipped: int = 0
+    evictions: int = 0
+    pages_evicted: int = 0
+    states_evicted: int = 0
+    lookups: int = 0
+    eviction_s: float = 0.0
+    lookup_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that needed no compute."""
+        return self.hit_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def compute_saved(self) -> float:
+        """Share of the prefills' FLOPs that were not spent."""
+        return self.flops_saved / self.flops if self.flops else 0.0
