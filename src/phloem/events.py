@@ -31,6 +31,8 @@ __all__ = [
     "Inserted",
     "Joins",
     "Kept",
+    "KvPut",
+    "KvTaken",
     "LeaseEnded",
     "LeaseLeaked",
     "LeaseTaken",
@@ -168,7 +170,8 @@ class Inserted(Event, frozen=True, gc=False, kw_only=True):
     """Tokens were published; `reused` of them were there before. `state`: what became of it.
 
     The places `adopted` and `adopted_state` (0: none) went from `account` to the tree; `adopted`
-    are the pages of the node added in this turn. `lease` (0: none) is at `node` from now on.
+    are the pages of the node added in this turn, after those that nodes were given which had KV
+    on the host only (`KvPut`). `lease` (0: none) is at `node` from now on.
     """
 
     reused: int
@@ -232,17 +235,34 @@ class TailCut(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change
     pages: int
 
 
+class KvPut(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A node that was there has its KV in a tier from now on, in `pages`."""
+
+    node: int
+    tier: str
+    pages: list[int]
+
+
+class KvTaken(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A node lost its KV in a tier and stays for what it has elsewhere, or goes next."""
+
+    node: int
+    tier: str
+
+
 class StatePut(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
-    """A node has a state from now on, in `slot`."""
+    """A node has a state in a tier from now on, in `slot`."""
 
     node: int
     slot: int
+    tier: str = "device"
 
 
 class StateTaken(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
-    """A node lost its state and keeps its KV."""
+    """A node lost its state in a tier and keeps its KV, or goes next."""
 
     node: int
+    tier: str = "device"
 
 
 Change: TypeAlias = (
@@ -253,6 +273,8 @@ Change: TypeAlias = (
     | NodesMerged
     | NodeRemoved
     | TailCut
+    | KvPut
+    | KvTaken
     | StatePut
     | StateTaken
 )
@@ -267,9 +289,11 @@ class TreeChanged(Event, frozen=True, gc=False, kw_only=True):
 class Victim(msgspec.Struct, frozen=True, gc=False):
     """What one node lost to an eviction.
 
-    `what`: `leaf` (all it had), `tail` (its last pages) or `state`. `end` is the token position at
-    the node's end before. `score` is what the policy gave it, as words of 64 bits, the highest
-    first: the lowest score goes first. Empty where no policy was asked.
+    `what`: `leaf` (all it had), `tail` (its last pages), `state`; with a host tier `demoted` (what
+    it had on the device, since the host has it), `leaving` (the same as soon as the host has it) or
+    `copy` (what it had on the host). `end` is the token position at the node's end before. `pages`
+    and `states` are those of the device. `score` is what the policy gave it, as words of 64 bits,
+    the highest first: the lowest score goes first. Empty where no policy was asked.
     """
 
     node: int
@@ -278,12 +302,15 @@ class Victim(msgspec.Struct, frozen=True, gc=False):
     pages: int
     states: int
     score: list[int]
+    host_pages: int = 0
+    host_states: int = 0
 
 
 class Evicted(Event, frozen=True, gc=False, kw_only=True):
     """Data left the tree. `why`: `room` for an allocation, `asked` by a caller, `path_cap`.
 
-    `use` is the tree's count of uses; `policy` says who chose the victims.
+    `no_copy`: it was to leave the device for the host and could not be copied. `use` is the tree's
+    count of uses; `policy` says who chose the victims. `pages` and `states` were of `tier`.
     """
 
     pages: int
@@ -292,6 +319,7 @@ class Evicted(Event, frozen=True, gc=False, kw_only=True):
     use: int = 0
     policy: str = ""
     victims: list[Victim] = []
+    tier: str = "device"
 
 
 class Freed(Event, frozen=True, gc=False, kw_only=True):

@@ -142,8 +142,8 @@ class Teller:
             )
         )
 
-    def evicted(self, gone: EvictedFigures, why: str, request: str) -> None:
-        """Data left the tree, to make room for `request` or for another reason."""
+    def evicted(self, gone: EvictedFigures, why: str, request: str, tier: str = "device") -> None:
+        """Data left a tier, to make room for `request` or for another reason."""
         self.changed(request)
         self._emit(
             Evicted(
@@ -155,8 +155,25 @@ class Teller:
                 use=self._tree.now,
                 policy=self._tree.policy.name,
                 victims=self._tree.journal.take_victims(),
+                tier=tier,
             )
         )
+
+    def without_copies(self) -> None:
+        """The end of an operation: what was to go behind it has gone without, if anything."""
+        self.changed("")
+        victims = self._tree.journal.take_victims()
+        if victims:
+            self._emit(
+                Evicted(
+                    **self._domain.joins(),
+                    pages=sum(victim.pages for victim in victims),
+                    states=sum(victim.states for victim in victims),
+                    why="no_copy",
+                    use=self._tree.now,
+                    victims=victims,
+                )
+            )
 
     def planned(self, op: int, kind: str, request: str, lease: Lease | None) -> None:
         """A copy is to be made."""

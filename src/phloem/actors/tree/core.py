@@ -84,7 +84,7 @@ class TreeCore:
         self.radix = self.new_radix(page_size)
         self.kv_index = self.new_index(1, self.policy.kv_score, kv_may_go)
         self.state_index = self.new_index(2, self.policy.state_score, state_may_go)
-        self.host = HostTier(self.new_index, self.kv_index, self.state_index) if host else None
+        self.host = self.new_host() if host else None
         self.write_policy: WritePolicy = write_policy
         self.operations = Operations()
         self.radix.on_split = self.operations.divide
@@ -101,6 +101,10 @@ class TreeCore:
     def new_radix(self, page_size: int) -> Radix:
         """The structure that this tree works on; others may watch theirs."""
         return Radix(page_size)
+
+    def new_host(self) -> HostTier:
+        """Its host tier; others may watch theirs."""
+        return HostTier(self.new_index, self.kv_index, self.state_index)
 
     def new_index(
         self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]

@@ -12,15 +12,17 @@ from functools import cached_property
 from typing import Literal
 
 from phloem.actors.tree.eviction import CandidateIndex
-from phloem.actors.tree.host import HostTier
+from phloem.actors.tree.host import HostTier, NewIndex
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
 from phloem.actors.tree.policies import Score
 from phloem.actors.tree.radix import Radix, RootName
 from phloem.actors.tree.shedding import Tally
 from phloem.actors.tree.tree import Actions, Tree
 from phloem.events import (
     Change,
+    KvPut,
+    KvTaken,
     NodeAdded,
     NodeRemoved,
     NodesMerged,
@@ -36,7 +38,7 @@ from phloem.events import (
 __all__ = ["Journal", "JournaledTree"]
 
 _WORD = 64
-_Loss = Literal["leaf", "tail", "state", "demoted", "leaving"]
+_Loss = Literal["leaf", "tail", "state", "demoted", "leaving", "copy"]
 
 
 class Journal:
@@ -46,6 +48,7 @@ class Journal:
         self._changes: list[Change] = []
         self._victims: list[Victim] = []
         self._chosen: tuple[Score, Node] | None = None
+        self._copies: dict[int, Victim] = {}  # by node: what it lost on the host
 
     def note(self, change: Change) -> None:
         """Write a change of the shape down."""
@@ -60,11 +63,24 @@ class Journal:
 
         `demoted`: the host has it; `leaving`: it goes when the host has it.
         """
-        score: list[int] = []
-        if self._chosen is not None and self._chosen[1] is node:
-            score = _words(self._chosen[0])
         states = 1 if what != "tail" and node.state != NO_SLOT else 0
-        self._victims.append(Victim(node.id, what, node.end, pages, states, score))
+        copy = self._copies.pop(node.id, None) if what == "leaf" else None
+        on_host = (0, 0) if copy is None else (copy.host_pages, copy.host_states)
+        score = self._score_of(node) if copy is None else copy.score
+        self._victims.append(Victim(node.id, what, node.end, pages, states, score, *on_host))
+
+    def loses_copy(self, node: Node, pages: int, states: int) -> None:
+        """`node` is about to lose so much on the host; perhaps it goes altogether next."""
+        before = self._copies.get(node.id)
+        if before is not None:
+            pages, states = pages + before.host_pages, states + before.host_states
+        score = self._score_of(node)
+        self._copies[node.id] = Victim(node.id, "copy", node.end, 0, 0, score, pages, states)
+
+    def _score_of(self, node: Node) -> list[int]:
+        if self._chosen is not None and self._chosen[1] is node:
+            return _words(self._chosen[0])
+        return []
 
     def take_changes(self) -> list[Change]:
         """The changes so far; empty from now on."""
@@ -74,6 +90,8 @@ class Journal:
     def take_victims(self) -> list[Victim]:
         """The victims so far; empty from now on."""
         taken, self._victims, self._chosen = self._victims, [], None
+        taken.extend(self._copies.values())
+        self._copies.clear()
         return taken
 
 
@@ -123,6 +141,14 @@ class _JournaledRadix(Radix):
         self._journal.note(NodeAdded(leaf.id, parent.id, len(edge) // TOKEN_BYTES))
         return leaf
 
+    def put_kv(self, node: Node, page_ids: bytes) -> None:
+        super().put_kv(node, page_ids)
+        self._journal.note(KvPut(node.id, "device", node.pages.tolist()))
+
+    def take_kv(self, node: Node) -> array[int]:
+        self._journal.note(KvTaken(node.id, "device"))
+        return super().take_kv(node)
+
     def put_state(self, node: Node, state: int) -> None:
         super().put_state(node, state)
         self._journal.note(StatePut(node.id, state))
@@ -159,6 +185,37 @@ class _JournaledRadix(Radix):
             self._journal.note(RootRemoved(node.id))
 
 
+class _JournaledHost(HostTier):
+    def __init__(
+        self,
+        new_index: NewIndex,
+        device_kv: CandidateIndex,
+        device_states: CandidateIndex,
+        journal: Journal,
+    ) -> None:
+        super().__init__(new_index, device_kv, device_states)
+        self._journal = journal
+
+    def put_kv(self, node: Node, page_ids: bytes) -> None:
+        super().put_kv(node, page_ids)
+        self._journal.note(KvPut(node.id, "host", array("i", page_ids).tolist()))
+
+    def take_kv(self, node: Node) -> bytes:
+        taken = super().take_kv(node)
+        self._journal.note(KvTaken(node.id, "host"))
+        self._journal.loses_copy(node, len(taken) // ID_BYTES, 0)
+        return taken
+
+    def put_state(self, node: Node, slot: int) -> None:
+        super().put_state(node, slot)
+        self._journal.note(StatePut(node.id, slot, "host"))
+
+    def take_state(self, node: Node) -> int:
+        self._journal.note(StateTaken(node.id, "host"))
+        self._journal.loses_copy(node, 0, 1)
+        return super().take_state(node)
+
+
 class JournaledTree(Tree):
     """A `Tree` with a `journal`."""
 
@@ -170,6 +227,10 @@ class JournaledTree(Tree):
     def new_radix(self, page_size: int) -> Radix:
         """See `Tree.new_radix`."""
         return _JournaledRadix(page_size, self.journal)
+
+    def new_host(self) -> HostTier:
+        """See `Tree.new_host`."""
+        return _JournaledHost(self.new_index, self.kv_index, self.state_index, self.journal)
 
     def new_index(
         self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]

@@ -110,11 +110,16 @@ class Tiering:
     def _ended(self, ended: Ended, actions: Actions) -> None:
         for kept in ended.kept:
             self._keep(kept)
+        if self._tell is not None:
+            self._tell.without_copies()
+            for moved in ended.moved:
+                if (lease := self._tree.leases.live.get(moved)) is not None:
+                    self._tell.taken(lease, moved=True)
         self._dispatch(actions)
         for number in ended.operations:
             self._answer_all(number)
-        for lease in (*ended.ready, *ended.moved):
-            self._wake(lease)
+        for number in (*ended.ready, *ended.moved):
+            self._wake(number)
 
     def _keep(self, kept: Kept) -> None:
         ledger, count = self._ledgers[kept.tier], len(kept.ids)
@@ -131,7 +136,10 @@ class Tiering:
             message.pages <= figures.host_pages_evictable
             and message.states <= figures.host_states_evictable
         ):
-            _, actions = self._tree.evict_host(message.pages, message.states, f"op {message.op}")
+            by = f"op {message.op}"
+            gone, actions = self._tree.evict_host(message.pages, message.states, by)
+            if self._tell is not None:
+                self._tell.evicted(gone, "room", by, "host")
             self._dispatch(actions)
         self._domain.send(self._host_allocator, m.MadeHostRoom())
 

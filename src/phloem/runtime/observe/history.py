@@ -22,6 +22,8 @@ from phloem.events import (
     Freed,
     Granted,
     Inserted,
+    KvPut,
+    KvTaken,
     LeaseEnded,
     LeaseTaken,
     NodeAdded,
@@ -125,6 +127,8 @@ class History:
             NodesMerged: self._nodes_merged,
             NodeRemoved: self._node_removed,
             TailCut: self._tail_cut,
+            KvPut: self._kv_put,
+            KvTaken: self._kv_taken,
             StatePut: self._state_put,
             StateTaken: self._state_taken,
         }
@@ -140,7 +144,8 @@ class History:
         self.steps: dict[int, StepChanged] = {}
         self.owners: dict[str, list[int]] = {"kv": [], "state": []}
         self.accounts: dict[int, str] = {}
-        self._added: Node | None = None  # whose pages the next `Inserted` names
+        self._added: Node | None = None  # whose pages the next `Inserted` names ...
+        self._put: set[int] = set()  # ... beside these, which nodes were given in the same turn
         self._taken: dict[int, LostState] = {}  # by node, until an `Evicted` says why
 
     def add(self, time: float, event: Event) -> None:
@@ -220,6 +225,7 @@ class History:
     # -- the tree ------------------------------------------------------------------------------
 
     def _on_changed(self, event: TreeChanged) -> None:
+        self._put.clear()
         for change in event.changes:
             self._changes[type(change)](change)
 
@@ -262,21 +268,35 @@ class History:
         del node.pages[-change.pages :]
         node.end -= change.pages * self.started.page_size
 
+    def _kv_put(self, change: KvPut) -> None:
+        if change.tier == "device":
+            self.nodes[change.node].pages = list(change.pages)
+            self._put.update(change.pages)
+
+    def _kv_taken(self, change: KvTaken) -> None:
+        if change.tier == "device":
+            self.nodes[change.node].pages = []
+
     def _state_put(self, change: StatePut) -> None:
+        if change.tier != "device":
+            return
         node = self.nodes[change.node]
         node.state = change.slot
         node.lost = [lost for lost in node.lost if lost.position != node.end]
 
     def _state_taken(self, change: StateTaken) -> None:
+        if change.tier != "device":
+            return
         node = self.nodes[change.node]
         node.state = 0
         lost = self._taken[node.id] = LostState(node.end, self.time)
         node.lost.append(lost)
 
     def _on_inserted(self, event: Inserted) -> None:
-        if event.adopted:
+        fresh = [page for page in event.adopted if page not in self._put]
+        if fresh:
             if self._added is not None:
-                self._added.pages.extend(event.adopted)
+                self._added.pages.extend(fresh)
                 self._added = None
             elif not self.incomplete:
                 self.incomplete = (
