@@ -131,29 +131,10 @@ FAILURE_MODES: dict[str, str] = {
 
 # What will try the faults that no test tries yet.
 LATER: dict[str, str] = {
-    "F-004": "host tier",
     "F-006": "storage tier",
-    "F-007": "suspend and resume",
     "F-011": "storage tier",
-    "F-017": "suspend and resume",
-    "F-018": "host tier",
-    "F-019": "host tier",
-    "F-022": "host tier",
-    "F-023": "host tier",
-    "F-027": "host tier",
-    "F-028": "host tier",
-    "F-030": "host tier",
-    "F-031": "host tier",
-    "F-032": "host tier",
     "F-035": "cache events",
-    "F-045": "host tier",
-    "F-046": "host tier",
-    "F-047": "host tier",
-    "F-048": "host tier",
     "F-049": "storage tier",
-    "F-050": "host tier",
-    "F-051": "host tier",
-    "F-052": "host tier",
     "F-053": "storage tier",
     "F-054": "storage tier",
     "F-055": "storage tier",
@@ -171,8 +152,6 @@ LATER: dict[str, str] = {
     "F-094": "storage tier",
     "F-096": "storage tier",
     "F-097": "storage tier",
-    "F-100": "host tier",
-    "F-101": "host tier",
     "F-117": "cache events",
 }
 
@@ -183,7 +162,7 @@ def tests_by_id(pattern: str) -> dict[str, list[str]]:
     """Test functions by the ids in their names; `pattern` finds one id, a `Path` stands first."""
     found: dict[str, list[str]] = {}
     for file in sorted(TESTS.rglob("test_*.py")):
-        for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE):
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE):
             for one in re.findall(pattern, name):
                 found.setdefault(one, []).append(f"{file.relative_to(TESTS)}::{name}")
     return found

@@ -62,7 +62,7 @@ def test_the_zoo_has_every_allowed_type() -> None:
 
 
 @each_model
-def test_restored_equals_cold_bit_for_bit(harness: Harness) -> None:
+def test_s204_restored_equals_cold_bit_for_bit(harness: Harness) -> None:
     prompt, other = random_tokens(PROMPT, 1), random_tokens(PROMPT, 2)
     cold = fresh(harness).cold(prompt, NEW)
     for boundary in range(CHUNK, PROMPT, CHUNK):
@@ -94,7 +94,7 @@ def test_chunks_equal_one_piece_within_rounding(harness: Harness) -> None:
 
 
 @each_model
-def test_data_made_by_decoding_can_be_reused(harness: Harness) -> None:
+def test_s204_s208_data_made_by_decoding_can_be_reused(harness: Harness) -> None:
     """Decoded one by one up to a grid position, then the prefix of a longer prompt."""
     prompt = random_tokens(CHUNK + 30, 5)
     maker = fresh(harness).cold(prompt, CHUNK - 30)

@@ -133,7 +133,7 @@ async def test_sixteen_that_arrive_together_compute_what_they_share_once(
 
 
 @pytest.mark.parametrize("model", sorted(ZOO), indirect=True)
-async def test_every_architecture_gives_cold_outputs_from_a_shared_prefix(
+async def test_s209_every_architecture_gives_cold_outputs_from_a_shared_prefix(
     model: TransformersModel,
 ) -> None:
     """The shared part is not a multiple of the grid; one prompt comes twice."""
@@ -164,7 +164,9 @@ async def test_a_state_that_was_changed_behind_the_cache_is_seen(
         assert not same(wrong, cold)
 
 
-async def test_an_answer_can_be_the_prefix_of_the_next_turn(model: TransformersModel) -> None:
+async def test_s205_s209_an_answer_can_be_the_prefix_of_the_next_turn(
+    model: TransformersModel,
+) -> None:
     """Decode-made data is reused: near the cold logits, and the same tokens."""
     first = random_tokens(GRID + 40, 4)
     async with serving(model, publish="all") as served:

@@ -306,7 +306,7 @@ def untimed(event: Event) -> Event:
 
 @pytest.mark.parametrize("layout", [HYBRID, ATTENTION], ids=["hybrid", "attention"])
 @pytest.mark.parametrize("seed", range(3))
-async def test_f082_inline_and_queued_runs_of_the_same_calls_give_the_same_log(
+async def test_f082_s212_inline_and_queued_runs_of_the_same_calls_give_the_same_log(
     seed: int, layout: ModelLayout
 ) -> None:
     logs: list[list[Event]] = []

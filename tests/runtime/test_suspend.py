@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from serving import PAGE, compute, house, opened, run
+from serving import PAGE, compute, house, opened, run, seed
 
 from phloem import InvalidRequest, StaleHandle
 
@@ -123,3 +123,41 @@ async def test_a_reset_while_suspended(inline: bool) -> None:
         await here.cache.reset()
         assert (await request.resume()).usable == 0
         request.abort()
+
+
+@pytest.mark.parametrize("lease_first", [True, False])
+async def test_f007_what_is_let_go_of_twice_over_is_free_in_either_order(
+    lease_first: bool, inline: bool
+) -> None:
+    async with house(inline=inline) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        leases = [await here.cache.acquire(PROMPT, owner=name) for name in ("one", "two")]
+        await here.cache.reset()  # the tree's own hold on the data ends; the leases' do not
+        await here.settled()
+        if lease_first:
+            leases.reverse()
+        leases[0].release()
+        await here.settled()
+        assert here.cache.stats().kv.tree == 2, "the other one may still read it"
+        leases[1].release()
+        await here.settled()
+        assert here.cache.stats().kv.free == here.cache.stats().kv.size
+
+
+async def test_f017_after_a_resume_there_is_one_lease(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, PAGE)
+        await request.checkpoint(state=True)
+        await request.suspend(keep_lease=True)
+        await seed(here, PROMPT[: 3 * PAGE])
+        assert here.cache.stats().tree.leases == 1
+        assert (await request.resume()).usable == 3 * PAGE
+        assert here.cache.stats().tree.leases == 1
+        await request.allocate(PAGE)
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+        await here.settled()
+        figures = here.cache.stats().tree
+        assert (figures.leases, figures.pages_protected, figures.states_protected) == (0, 0, 0)

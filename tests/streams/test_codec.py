@@ -30,7 +30,7 @@ def rows_of(states: torch.Tensor, part_bytes: int) -> torch.Tensor:
 
 class TestInt8Codec:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    def test_error_is_at_most_half_a_scale(self, dtype: str) -> None:
+    def test_s97_error_is_at_most_half_a_scale(self, dtype: str) -> None:
         torch.manual_seed(0)
         kind = getattr(torch, dtype)
         states = (torch.randn(3, 4, 5, 16) * torch.tensor([1e-3, 1, 50, 0.0])[:, None, None]).to(
