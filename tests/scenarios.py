@@ -49,7 +49,6 @@ LATER: dict[int, str] = {
     179: "cache events",
     182: "not offered: an insert is one turn",
     188: "not offered: no rotation of slots between roles",
-    194: "policies on traces",
     197: "the window component",
     199: "storage tier",
     202: "not offered: disaggregated decoding",
