@@ -9,7 +9,7 @@ SYSTEM = run(1, 4)  # a tenth of a prompt
 COLD = 1000
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority", "session", "benefit"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority", "session"])
 def test_s194_the_state_that_all_share_stays_under_pressure(policy: str) -> None:
     world = World(pages=400, states=10, policy=policy, check_each=False)
     hot = [*SYSTEM, *run(100, 135)]
