@@ -27,7 +27,6 @@ LATER: dict[int, str] = {
     118: "host tier",
     119: "host tier",
     128: "host tier",
-    131: "host tier",
     142: "host tier",
     145: "storage tier",
     146: "storage tier",

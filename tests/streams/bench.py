@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from phloem.cuda_streams.batches import Channel, Clear, CopyItem
+from phloem.cuda_streams.batches import Clear, CopyItem
 from phloem.cuda_streams.clocks import LoopClock
 from phloem.cuda_streams.cuda import CudaDriver
 from phloem.cuda_streams.device import DeviceEngine
@@ -21,9 +21,10 @@ from phloem.cuda_streams.host import ordinary_memory
 from phloem.cuda_streams.mover import RowMover
 from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
 from phloem.cuda_streams.threads import ThreadEngine
-from phloem.cuda_streams.virtual import Link, VirtualEngine
+from phloem.cuda_streams.virtual import VirtualEngine
 from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec
 from streams.fake_device import FakeDriver
+from streams.ranked import FAST, Ranks, over_ranks, virtual_engines
 
 LAYOUT = ModelLayout.from_layers(
     [
@@ -34,11 +35,7 @@ LAYOUT = ModelLayout.from_layers(
     ]
 )
 
-FAST: dict[Channel, Link] = {
-    "d2h": Link(10**12, 1000, 100, 10, 50),
-    "h2d": Link(10**12, 1000, 100, 10, 50),
-    "d2d": Link(10**13, 500),
-}
+RANKS = ("", " of rank 1")  # what the names of pools end in
 
 
 def fill(pool: RowPool, seed: int) -> None:
@@ -55,13 +52,15 @@ def image(pool: RowPool) -> list[Tensor]:
 
 
 def apply(item: CopyItem, images: dict[str, list[Tensor]]) -> None:
-    """The oracle: what an item does, row by row, to images of the pools."""
-    for number, target in enumerate(images[item.target.name]):
-        for index, row in enumerate(item.target_ids):
-            if isinstance(item, Clear):
-                target[row] = 0
-            else:
-                target[row] = images[item.source.name][number][item.source_ids[index]]
+    """The oracle: what an item does, row by row, to images of the pools, on each rank."""
+    for rank in RANKS:
+        for number, target in enumerate(images.get(item.target.name + rank, ())):
+            for index, row in enumerate(item.target_ids):
+                if isinstance(item, Clear):
+                    target[row] = 0
+                else:
+                    source = images[item.source.name + rank][number]
+                    target[row] = source[item.source_ids[index]]
 
 
 @dataclass(repr=False)
@@ -75,6 +74,8 @@ class Bench:
     hazards: HazardChecker
     driver: FakeDriver = field(default_factory=FakeDriver)
     cuda: CudaDriver | None = None
+    second: tuple[DevicePools, HostPools] | None = None  # what rank 1 has, where there is one
+    ranks: list[Ranks] = field(default_factory=list[Ranks])
 
     @classmethod
     def make(cls, kind: str, *, pages: int = 24, states: int = 12, page_size: int = 2) -> Bench:
@@ -86,17 +87,31 @@ class Bench:
         )
         host = HostPools.allocate(device, pages=pages, states=states, memory=memory)
         bench = cls(kind, device, host, [], HazardChecker(), cuda=cuda)
-        for seed, pool in enumerate(bench.pools):
+        if kind == "two ranks":
+            other = DevicePools.allocate(LAYOUT, pages=pages, states=states, page_size=page_size)
+            bench.second = other, HostPools.allocate(other, pages=pages, states=states)
+        for seed, (_, pool) in enumerate(bench.named()):
             fill(pool, seed)
         return bench
 
     @property
-    def pools(self) -> tuple[RowPool, ...]:
-        device, host = self.device, self.host
-        return (device.kv_rows, device.state_rows, host.kv_rows, host.state_rows)
+    def shards(self) -> tuple[tuple[RowPool, ...], ...]:
+        """The pools of each rank; there is one but for the kind `two ranks`."""
+        both = [(self.device, self.host), *([self.second] if self.second else [])]
+        return tuple(
+            (device.kv_rows, device.state_rows, host.kv_rows, host.state_rows)
+            for device, host in both
+        )
+
+    def named(self) -> list[tuple[str, RowPool]]:
+        return [
+            (pool.name + rank, pool)
+            for rank, pools in zip(RANKS, self.shards, strict=False)
+            for pool in pools
+        ]
 
     def images(self) -> dict[str, list[Tensor]]:
-        return {pool.name: image(pool) for pool in self.pools}
+        return {name: image(pool) for name, pool in self.named()}
 
     def same(self, images: dict[str, list[Tensor]]) -> bool:
         now = self.images()
@@ -104,6 +119,15 @@ class Bench:
             torch.equal(part, want)
             for name, parts in now.items()
             for part, want in zip(parts, images[name], strict=True)
+        )
+
+    def untouched(self, images: dict[str, list[Tensor]]) -> bool:
+        """Device and states are as in `images`, on the rank where faults strike (the last)."""
+        now, rank = self.images(), RANKS[len(self.shards) - 1]
+        return all(
+            torch.equal(part, want)
+            for name in ("device kv", "device states", "host states")
+            for part, want in zip(now[name + rank], images[name + rank], strict=True)
         )
 
     def engine(
@@ -124,6 +148,11 @@ class Bench:
             engine = DeviceEngine(
                 LoopPoster(loop), self.driver, fault=fault, stage_bytes=stage_bytes
             )
+        elif self.kind == "two ranks":
+            clock, checkers = LoopClock(loop), (self.hazards, HazardChecker())
+            engines = virtual_engines(clock, checkers, faults=(None, fault), order_seed=order_seed)
+            self.ranks.append(over_ranks(LoopPoster(loop), clock, self.shards, engines))
+            engine = self.ranks[-1].head
         else:
             clock = LoopClock(loop)
             engine = VirtualEngine(

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -21,10 +22,12 @@ from phloem.cuda_streams.device_streams import DeviceStream
 from phloem.cuda_streams.dispatch import Dispatcher
 from phloem.cuda_streams.engine import Ticket, TicketState
 from phloem.cuda_streams.fences import Fence, LoopPoster, Stream
+from phloem.cuda_streams.hazards import HazardChecker
 from phloem.cuda_streams.pools import RowPool
 from phloem.cuda_streams.threads import WorkerStream
 from phloem.cuda_streams.virtual import VirtualEngine, VirtualStream
-from streams.bench import FAST, Bench, apply
+from streams.bench import RANKS, Bench, apply
+from streams.ranked import FAST, Fleet, jitter, over_ranks, virtual_engines
 
 OPS = ("step", "backup", "load", "state down", "state up", "cow", "clear", "cancel", "pause")
 Op = tuple[str, int, int]
@@ -43,7 +46,7 @@ class Program:
     bench: Bench
     engine: Dispatcher
     fenced: bool
-    write_on_stream: Callable[[list[Fence], Callable[[], None]], Fence]
+    write_on_stream: Callable[[list[Fence], Callable[[int], None]], Fence]  # for each rank
     rows: dict[tuple[str, int], Row] = field(default_factory=dict)
     log: list[tuple[Ticket | None, CopyItem, int]] = field(default_factory=list)
 
@@ -78,7 +81,11 @@ class Program:
         row = self.row(pool, number)
         uses = [*row.readers, row.writer] if self.fenced else []
         fences = [use.quiesced if isinstance(use, Ticket) else use for use in uses]
-        ended = self.write_on_stream(fences, lambda: scribble(pool, number, seed))
+
+        def write(rank: int) -> None:
+            scribble(self.bench.shards[rank][0], number, seed)
+
+        ended = self.write_on_stream(fences, write)
         self.rows[pool.name, number] = Row(writer=ended)
         self.log.append((None, Clear(pool, [number]), seed))
 
@@ -118,7 +125,8 @@ class Program:
             target = (item.target.name, item.target_ids[0])
             source = (item.source.name, item.source_ids[0]) if isinstance(item, Copy) else None
             if ticket is None:
-                scribble_image(images[item.target.name], target[1], seed)
+                for rank in RANKS:
+                    scribble_image(images.get(item.target.name + rank, []), target[1], seed)
                 unknown.discard(target)
                 continue
             if not ticket.done:
@@ -131,7 +139,8 @@ class Program:
         for name, parts in self.bench.images().items():
             for part, want in zip(parts, images[name], strict=True):
                 for row in range(len(part)):
-                    if (name, row) not in unknown and not torch.equal(part[row], want[row]):
+                    known = (name.removesuffix(RANKS[1]), row) not in unknown
+                    if known and not torch.equal(part[row], want[row]):
                         return f"row {row} of {name} has the wrong bytes"
         left = self.engine.inflight_bytes()
         return f"{left} bytes still in flight" if left else ""
@@ -175,10 +184,10 @@ def run_virtual(ops: list[Op], seed: int, *, fenced: bool = True) -> tuple[str, 
     )
     stream = VirtualStream("forward", clock)
 
-    def write(fences: list[Fence], fn: Callable[[], None]) -> Fence:
+    def write(fences: list[Fence], fn: Callable[[int], None]) -> Fence:
         for fence in fences:
             stream.wait(fence)
-        stream.run(rng.randrange(2000), fn)
+        stream.run(rng.randrange(2000), partial(fn, 0))
         return stream.record()
 
     program, images = Program(bench, engine, fenced, write), bench.images()
@@ -188,6 +197,41 @@ def run_virtual(ops: list[Op], seed: int, *, fenced: bool = True) -> tuple[str, 
             clock.run(until_ns=clock.now_ns() + rng.randrange(3000))
     clock.run()
     return program.verdict(images), len(bench.hazards.found)
+
+
+def run_ranked(ops: list[Op], seed: int, *, fenced: bool = True) -> tuple[str, int]:
+    """(verdict, hazards found) on two ranks: one slow, wires late, faults on either."""
+    bench, clock, rng = (
+        Bench.make("two ranks", pages=6, states=5),
+        VirtualClock(),
+        random.Random(seed),
+    )
+    checkers = (bench.hazards, HazardChecker())
+    engines = virtual_engines(
+        clock, checkers, faults=(faults(seed), faults(seed + 1)), order_seed=seed
+    )
+
+    def post(fn: Callable[[], None]) -> None:
+        clock.call_at(clock.now_ns(), fn)
+
+    ranks = over_ranks(post, clock, bench.shards, engines, delay_ns=jitter(seed, 2000))
+    fleet = Fleet(ranks, clock, jitter(seed + 1, 2000))
+
+    def write(fences: list[Fence], fn: Callable[[int], None]) -> Fence:
+        return fleet.run(fences, fn)
+
+    program, images = Program(bench, ranks.head, fenced, write), bench.images()
+    for op in ops:
+        program.do(op)
+        if op[0] == "pause" or rng.random() < 0.3:
+            clock.run(until_ns=clock.now_ns() + rng.randrange(6000))
+    clock.run()
+    verdict = program.verdict(images)
+    ranks.head.submit(CopyBatch("d2d", (Clear(bench.device.state_rows, [1]),)))
+    clock.run()
+    if any(rank.remembered > 1 for rank in ranks.ranks):
+        verdict += f"{ranks.ranks} remember what nobody will speak of"
+    return verdict, sum(len(checker.found) for checker in checkers)
 
 
 async def run_real(kind: str, ops: list[Op], seed: int) -> str:
@@ -201,7 +245,7 @@ async def run_real(kind: str, ops: list[Op], seed: int) -> str:
     worker = WorkerStream("forward", post)
     stream: Stream = device_stream if on_device else worker
 
-    def write(fences: list[Fence], fn: Callable[[], None]) -> Fence:
+    def write(fences: list[Fence], fn: Callable[[int], None]) -> Fence:
         for fence in fences:
             if on_device:  # a device waits for events only: see `Ticket.placed`
                 placed = threading.Event()
@@ -209,9 +253,9 @@ async def run_real(kind: str, ops: list[Op], seed: int) -> str:
                 assert placed.wait(10)
             stream.wait(fence)
         if on_device:
-            driver.enqueue(forward, fn)
+            driver.enqueue(forward, partial(fn, 0))
         else:
-            worker.run(fn)
+            worker.run(fn, 0)
         return stream.record()
 
     program, images = Program(bench, engine, True, write), bench.images()

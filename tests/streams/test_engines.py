@@ -21,7 +21,7 @@ from phloem.errors import EngineDead, InvalidRequest, RuntimeClosed
 from streams.bench import LAYOUT, Bench, apply, some_ids
 
 LAYERS = len(LAYOUT.layers)
-KINDS = ["threads", "virtual", "device, batched", "device, staged"]
+KINDS = ["threads", "virtual", "device, batched", "device, staged", "two ranks"]
 if torch.cuda.is_available():
     KINDS.append("cuda")
 
@@ -54,7 +54,7 @@ class Gate:
     """
 
     def __init__(self, bench: Bench) -> None:
-        self._threads = bench.kind != "virtual"
+        self._threads = bench.kind not in ("virtual", "two ranks")
         self._event = threading.Event()
         self.began = threading.Event()
         self._fence = Fence()
@@ -175,7 +175,8 @@ class TestOrder:
         follows = engine.submit(CopyBatch("h2d", (load(bench, [5], [6]),), after=(bad, needs)))
         with pytest.raises(CopyFailed, match="injected") as caught:
             await bad
-        assert isinstance(caught.value.__cause__, OSError)
+        if bench.kind != "two ranks":  # only words come over a wire
+            assert isinstance(caught.value.__cause__, OSError)
         assert bad.layers_done == 2 and bad.state is TicketState.FAILED
         for ticket in (needs, needs_too):
             with pytest.raises(CopyFailed, match="ended without its data"):
@@ -183,9 +184,7 @@ class TestOrder:
             assert ticket.layers_done == 0
         await follows
         apply(follows.batch.items[0], images)
-        now = bench.images()
-        assert all(map(lambda a, b: bool((a == b).all()), now["device kv"], images["device kv"]))
-        assert bench.same(images | {"host kv": now["host kv"]}), "untouched but the failed target"
+        assert bench.untouched(images)
 
     async def test_priority_then_age_among_the_ready(self, bench: Bench) -> None:
         order: list[str] = []
@@ -392,7 +391,7 @@ class TestEnds:
         with pytest.raises(EngineDead, match="device lost"):
             engine.submit(CopyBatch("d2h", (backup(bench, [1], [2]),)))
         assert engine.inflight_bytes() == 0
-        assert bench.same(images | {"host kv": bench.images()["host kv"]})
+        assert bench.untouched(images)
         await engine.drain()
 
     async def test_close_cancels_what_is_queued(self, bench: Bench) -> None:

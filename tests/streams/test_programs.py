@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streams.programs import OPS, Op, run_real, run_virtual, some_ops
+from streams.programs import OPS, Op, run_ranked, run_real, run_virtual, some_ops
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -27,7 +27,21 @@ async def test_real_engines_agree_with_the_replay(kind: str, seed: int) -> None:
     assert await run_real(kind, some_ops(seed), seed) == ""
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 30), st.integers(0, 30)), max_size=40),
+    st.integers(0, 2**16),
+)
+def test_two_ranks_agree_with_the_replay(ops: list[Op], seed: int) -> None:
+    assert run_ranked(ops, seed) == ("", 0)
+
+
 def test_without_fences_the_checker_finds_out() -> None:
     found = [run_virtual(some_ops(seed), seed, fenced=False) for seed in range(20)]
     assert sum(hazards > 0 for _, hazards in found) >= 18, found
     assert sum(verdict != "" for verdict, _ in found) >= 15, found
+
+
+def test_without_fences_the_checkers_of_two_ranks_find_out() -> None:
+    found = [run_ranked(some_ops(seed), seed, fenced=False) for seed in range(12)]
+    assert sum(hazards > 0 for _, hazards in found) >= 9, found

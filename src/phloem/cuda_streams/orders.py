@@ -1,0 +1,123 @@
+"""What passes between the head of a model that runs on several ranks, and the ranks: plain values.
+
+Ids of pages and slots mean the same on every rank; copies are named by their ticket's number at the
+head, forward passes by a number of their own. So an order can go through any wire that keeps its
+order: `msgspec` encodes it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from phloem.cuda_streams.batches import Channel
+
+__all__ = [
+    "Answer", "Cancel", "Close", "CopyLanded", "Ended", "Finished", "Item", "Mark", "Order", "Pass",
+    "PassOver", "Progress", "Submit",
+]  # fmt: skip
+
+
+class CopyLanded(msgspec.Struct, frozen=True, tag=True):
+    """The instant, on each rank by itself, at which layers 0..`layer` of a copy have landed there.
+
+    For the last layer it is the copy's end, whatever its outcome.
+    """
+
+    copy: int
+    layer: int
+
+
+class PassOver(msgspec.Struct, frozen=True, tag=True):
+    """The instant, on each rank by itself, at which a forward pass has ended there."""
+
+    step: int
+
+
+Mark: TypeAlias = CopyLanded | PassOver
+
+
+class Item(msgspec.Struct, frozen=True):
+    """Rows of a pool to copy to rows of another, or, without a source, to clear."""
+
+    target: str
+    target_ids: tuple[int, ...]
+    source: str | None = None
+    source_ids: tuple[int, ...] = ()
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Carry out a copy. `number` counts the orders, from 1, without a gap.
+
+    Of copies before `oldest_copy` and passes before `oldest_step` the head will not speak again.
+    """
+
+    number: int
+    copy: int
+    channel: Channel
+    items: tuple[Item, ...]
+    after: tuple[Mark, ...]
+    requires: tuple[int, ...]
+    by_layer: bool
+    priority: int
+    label: str
+    oldest_copy: int
+    oldest_step: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """A copy is not wanted any more: end it early if that is possible."""
+
+    number: int
+    copy: int
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """No order will follow."""
+
+    number: int
+
+
+Order: TypeAlias = Submit | Cancel | Close
+
+
+class Pass(msgspec.Struct, frozen=True, tag=True):
+    """What the head says of a forward pass; it goes with the batch, by whichever way that goes.
+
+    A rank launches it when the first `orders` orders have been submitted there, and lets it wait
+    for `waits`.
+    """
+
+    step: int
+    orders: int
+    waits: tuple[Mark, ...]
+    oldest_copy: int
+    oldest_step: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """So many leading model layers of a copy have landed on a rank."""
+
+    rank: int
+    copy: int
+    layers: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A copy will not touch memory on a rank again. `dead`: nor will any other, ever."""
+
+    rank: int
+    copy: int
+    outcome: Literal["done", "failed", "cancelled", "dead"]
+    why: str = ""
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """A forward pass, and so every earlier one of its stream, is over on a rank."""
+
+    rank: int
+    step: int
+
+
+Answer: TypeAlias = Progress | Ended | Finished
