@@ -62,7 +62,7 @@ async def match_cost() -> dict[str, float]:
         least = dict.fromkeys(turns, float("inf"))
         for _ in range(_ROUNDS):
             for name, turn in turns.items():
-                domain._turn_inline = turn  # type: ignore[method-assign]
+                domain._turn_inline = turn  # type: ignore[method-assign, assignment]
                 least[name] = min(least[name], _a_call(lambda: nowait.match(key)))
         del domain._turn_inline
     return {**least, "more": least["off"] - least["without"]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, SupportsIndex, TypeAlias, cast
+from typing import NamedTuple, Protocol, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,17 @@ _MARK_BIT = 0x8000_0000  # no token id has it, so a marked word never equals a t
 _LITTLE = sys.byteorder == "little"
 _WORD = np.dtype("<i4")
 
+
+class ArrayLike(Protocol):
+    """What numpy can read, such as a CPU tensor."""
+
+    def __array__(self) -> npt.NDArray[np.generic]:
+        """The numbers."""
+        ...
+
+
 # Anything that holds token ids: a list, an array, a numpy array, a CPU tensor, a key made before.
-Tokens: TypeAlias = "Sequence[SupportsIndex] | npt.NDArray[np.integer] | TokenKey"
+Tokens: TypeAlias = "Sequence[SupportsIndex] | ArrayLike | TokenKey"
 
 
 class Namespace(NamedTuple):
