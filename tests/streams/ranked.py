@@ -100,7 +100,9 @@ def over_ranks(
     def send(number: int, order: Order) -> None:
         orders[number](order)
 
-    head = RankedEngine(post, [partial(send, number) for number in range(len(shards))])
+    head = RankedEngine(
+        post, [partial(send, number) for number in range(len(shards))], now_ns=clock.now_ns
+    )
     answers = [LateWire(clock, head.acknowledge, ANSWERS, delay_ns) for _ in shards]
     ranks = [
         Rank(number, engine, pools, answers[number])

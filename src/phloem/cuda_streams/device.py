@@ -183,11 +183,6 @@ class DeviceEngine(Dispatcher):
         dead.__cause__ = error
         return dead
 
-    def _began_later(self, ticket: Ticket) -> None:
-        """The stream held a launched ticket back until now."""
-        if not ticket.done:
-            ticket.started_ns = self._now_ns()
-
     def _over(self, ticket: Ticket, error: BaseException | None) -> None:
         channel = ticket.batch.channel
         self._bulk[channel].discard(ticket.seq)

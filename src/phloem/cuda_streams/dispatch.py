@@ -157,6 +157,11 @@ class Dispatcher(ABC):
 
     # -- inside
 
+    def _began_later(self, ticket: Ticket) -> None:
+        """For engines that launch tickets which wait: what this one waited for has just ended."""
+        if not ticket.done:
+            ticket.started_ns = self._now_ns()
+
     @abstractmethod
     def _woken(self, channel: Channel) -> None: ...
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic_ns
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, Copy, CopyItem
 from phloem.cuda_streams.dispatch import Dispatcher, waited_for
@@ -63,11 +64,13 @@ class RankedEngine(Dispatcher):
 
     placed_at_launch = True
 
-    def __init__(self, post: Post, wires: Sequence[Wire]) -> None:
+    def __init__(
+        self, post: Post, wires: Sequence[Wire], *, now_ns: Callable[[], int] = monotonic_ns
+    ) -> None:
         """One wire to each rank. Raises InvalidRequest without any."""
         if not wires:
             raise InvalidRequest("a model runs on at least one rank")
-        super().__init__(post)
+        super().__init__(post, now_ns=now_ns)
         self._wires = tuple(wires)
         self._sent = 0
         self._joints: dict[int, _Joint] = {}
@@ -134,7 +137,10 @@ class RankedEngine(Dispatcher):
 
     def _launch(self, ticket: Ticket) -> None:
         batch = ticket.batch
-        marks = [mark_of(fence) for fence in waited_for(batch) if not fence.passed]
+        waits = [fence for fence in waited_for(batch) if not fence.passed]
+        marks = tuple(map(mark_of, waits))
+        for fence in waits:
+            fence.add_hook(partial(self._began_later, ticket))
         oldest_copy, oldest_step = self._oldest(ticket.seq)
         self._joints[ticket.seq] = _Joint(ticket, [0] * len(self._wires))
         self._send(
@@ -143,7 +149,7 @@ class RankedEngine(Dispatcher):
                 ticket.seq,
                 batch.channel,
                 tuple(map(_item, batch.items)),
-                after=tuple(marks),
+                after=marks,
                 requires=tuple(needed.seq for needed in batch.requires if not needed.done),
                 by_layer=batch.by_layer,
                 priority=batch.priority,
