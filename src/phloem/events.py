@@ -21,11 +21,13 @@ __all__ = [
     "Acquired",
     "Change",
     "Context",
+    "CopyDropped",
     "CopyEnded",
     "CopyPlanned",
     "CopySubmitted",
     "Event",
     "Evicted",
+    "FellBack",
     "Freed",
     "Granted",
     "Inserted",
@@ -87,7 +89,9 @@ class RequestOpened(Event, frozen=True, gc=False, kw_only=True):
 
     `lost` has the tokens that are not reused by reason, `tokens - usable` in all. `reached` is the
     node in which the KV prefix ends (0: none). What is lost as `evicted` made room for
-    `evicted_by` when the tree had counted `evicted_at` uses.
+    `evicted_by` when the tree had counted `evicted_at` uses. The device alone can serve `device` of
+    the usable tokens (None: all); the rest is loaded from the host. `state_tier` says where the
+    state at the boundary is.
     """
 
     tokens: int
@@ -102,6 +106,8 @@ class RequestOpened(Event, frozen=True, gc=False, kw_only=True):
     branch_point: int | None = None
     evicted_by: str = ""
     evicted_at: int = 0
+    device: int | None = None
+    state_tier: str = ""
 
 
 class Acquired(Event, frozen=True, gc=False, kw_only=True):
@@ -117,6 +123,8 @@ class Acquired(Event, frozen=True, gc=False, kw_only=True):
     branch_point: int | None = None
     evicted_by: str = ""
     evicted_at: int = 0
+    device: int | None = None
+    state_tier: str = ""
 
 
 class RequestForked(Event, frozen=True, gc=False, kw_only=True):
@@ -130,13 +138,14 @@ class RequestForked(Event, frozen=True, gc=False, kw_only=True):
 class RequestEnded(Event, frozen=True, gc=False, kw_only=True):
     """A request finished or aborted, with what it computed and published, in tokens.
 
-    `reused` also counts what it took over after it was opened.
+    `reused` also counts what it took over after it was opened; `loaded` of it came from the host.
     """
 
     how: str
     reused: int
     computed: int
     published: int
+    loaded: int = 0
 
 
 class LeaseTaken(Event, frozen=True, gc=False, kw_only=True):
@@ -310,7 +319,8 @@ class Evicted(Event, frozen=True, gc=False, kw_only=True):
     """Data left the tree. `why`: `room` for an allocation, `asked` by a caller, `path_cap`.
 
     `no_copy`: it was to leave the device for the host and could not be copied. `use` is the tree's
-    count of uses; `policy` says who chose the victims. `pages` and `states` were of `tier`.
+    count of uses; `policy` says who chose the victims. `pages` and `states` were of `tier`; so
+    many more will have left it when what was planned for them has been copied (`_promised`).
     """
 
     pages: int
@@ -320,6 +330,8 @@ class Evicted(Event, frozen=True, gc=False, kw_only=True):
     policy: str = ""
     victims: list[Victim] = []
     tier: str = "device"
+    pages_promised: int = 0
+    states_promised: int = 0
 
 
 class Freed(Event, frozen=True, gc=False, kw_only=True):
@@ -383,11 +395,37 @@ class Kept(Event, frozen=True, gc=False, kw_only=True):
 
 
 class CopyPlanned(Event, frozen=True, gc=False, kw_only=True):
-    """A copy was asked for. It reads under `lease` (0: it reads what the request owns itself)."""
+    """A copy was asked for. It reads under `lease` (0: it reads what the request owns itself).
+
+    Between the tiers (`backup`, `load`) it protects what it reads by itself, and says what it
+    brings; it has a request where one waits for it.
+    """
 
     op: int
     kind: str
     lease: int = 0
+    pages: int = 0
+    states: int = 0
+
+
+class CopyDropped(Event, frozen=True, gc=False, kw_only=True):
+    """A copy that was planned is not made. `why`: `no_room`, or it is `not_wanted` any more."""
+
+    op: int
+    kind: str
+    why: str
+
+
+class FellBack(Event, frozen=True, gc=False, kw_only=True):
+    """What a lease was to stand on did not come from the host: it stands on less now.
+
+    `lost`: the tokens that are not reused for this, by reason, beside those that were lost when the
+    prompt was looked up.
+    """
+
+    lease: int
+    boundary: int
+    lost: dict[str, int]
 
 
 class CopySubmitted(Event, frozen=True, gc=False, kw_only=True):

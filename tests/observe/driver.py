@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 from phloem import (
@@ -15,6 +16,8 @@ from phloem import (
     StaleHandle,
     StateSpec,
 )
+from phloem.actors.tree.core import WritePolicy
+from phloem.cuda_streams.clocks import VirtualClock
 
 PAGE = 2
 
@@ -31,7 +34,8 @@ def layout(hybrid: bool) -> ModelLayout:
     )
 
 
-def config(hybrid: bool, *, inline: bool = True) -> CacheConfig:
+def config(hybrid: bool, *, inline: bool = True, host: WritePolicy | None = None) -> CacheConfig:
+    """`host`: the write policy of a host tier, half as large as the device; None: without."""
     return CacheConfig(
         layout=layout(hybrid),
         page_size=PAGE,
@@ -40,14 +44,20 @@ def config(hybrid: bool, *, inline: bool = True) -> CacheConfig:
         device_states=8 if hybrid else 0,
         inline=inline,
         placement=Placement(max_states_per_path=3),
+        host_bytes=0 if host is None else 1280 + 64 * hybrid,
+        write_policy=host or "write_through",
     )
 
 
 class Driver:
-    """Draws operations from a seed; at most a few requests live at once."""
+    """Draws operations from a seed; at most a few requests live at once.
 
-    def __init__(self, cache: CacheRuntime, seed: int) -> None:
+    With a virtual engine's `clock`, copies end when the seed says so.
+    """
+
+    def __init__(self, cache: CacheRuntime, seed: int, clock: VirtualClock | None = None) -> None:
         self.cache = cache
+        self.clock = clock
         self.rng = random.Random(seed)
         self.live: list[Request] = []
         self.prompts: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
@@ -64,6 +74,19 @@ class Driver:
 
     async def operate(self) -> None:
         """One operation, whatever comes of it."""
+        if self.clock is None:
+            await self._operate()
+            return
+        for _ in range(self.rng.randrange(4)):
+            self.clock.step()
+        operation = asyncio.ensure_future(self._operate())
+        while not operation.done():
+            await asyncio.sleep(0)
+            if not operation.done():
+                self.clock.step()  # it waits for a copy
+        await operation
+
+    async def _operate(self) -> None:
         what = self.rng.random()
         try:
             if what < 0.4 or not self.live:
@@ -75,7 +98,7 @@ class Driver:
             elif what < 0.94:
                 await self.cache.evict(pages=self.rng.randint(0, 6), states=self.rng.randint(0, 1))
             elif what < 0.97:
-                self.low_level()
+                await self.low_level()
             elif what < 0.99:
                 await self.fork(self.rng.choice(self.live))
             else:
@@ -99,6 +122,8 @@ class Driver:
             await request.advance()
         await request.allocate(request.length - request.computed, wait=False)
         await request.ready()
+        if request.length > request.room:  # less came from the host than was hoped
+            await request.allocate(request.length - request.computed, wait=False)
         if request.computed < request.length:
             _, end = request.next_stop(self.rng.choice([4, 8, 64]))
             with self.cache.step([request]) as step:
@@ -121,10 +146,11 @@ class Driver:
                 request.abort()
                 self.live.remove(request)
 
-    def low_level(self) -> None:
+    async def low_level(self) -> None:
         cache, nowait = self.cache, self.cache.nowait
         tokens = self.prompt()
-        lease = nowait.acquire(tokens, owner="low")
+        lease = await cache.acquire(tokens, owner="low")
+        await lease.ready()
         pages = len(tokens) // PAGE - lease.boundary // PAGE
         try:
             grant = nowait.allocate(pages=pages, owner="low")
@@ -139,3 +165,5 @@ class Driver:
     async def close(self) -> None:
         while self.live:
             await self.leave(self.live.pop())
+        if self.clock is not None:
+            self.clock.run()

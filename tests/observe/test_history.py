@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from observe.driver import Driver, config
 
 from phloem import CacheRuntime, InvalidRequest, events
+from phloem.actors.tree.core import WritePolicy
+from phloem.cuda_streams.clocks import VirtualClock
+from phloem.cuda_streams.engine import CopyEngine, Post, Ticket
+from phloem.cuda_streams.virtual import VirtualEngine
 from phloem.runtime.observe.history import History, replay
 from phloem.runtime.observe.state import CacheState, live_state
 from phloem.runtime.tracing import open_log
@@ -42,6 +49,54 @@ async def test_the_rebuilt_state_is_the_live_one(hybrid: bool, seed: int) -> Non
     if hybrid:
         wanted |= {"StatePut", "StateTaken", "NodesMerged", "CopyEnded", "Refused"}
     assert wanted <= kinds
+
+
+HOSTS: tuple[WritePolicy, ...] = ("write_through", "selective", "write_back")
+MOVES = {"KvPut", "KvTaken", "Kept", "FellBack", "CopyPlanned", "demoted on device"}
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
+@pytest.mark.parametrize("policy", HOSTS)
+def test_with_a_host_tier_the_rebuilt_state_is_the_live_one(
+    hybrid: bool, policy: WritePolicy
+) -> None:
+    history, clock = History(), VirtualClock()
+    seen: Counter[str] = Counter()
+    failures = random.Random(5)
+    wanted = MOVES | {"copy on host" if policy != "write_back" else "leaving on device"}
+    wanted |= {"CopyDropped"} if policy != "selective" else set[str]()
+
+    def sink(event: events.Event) -> None:
+        history.add(0.0, event)
+        seen[type(event).__name__] += 1
+        if isinstance(event, events.TreeChanged):
+            seen.update(type(change).__name__ for change in event.changes)
+        if isinstance(event, events.Evicted):
+            seen.update(f"{victim.what} on {event.tier}" for victim in event.victims)
+
+    def fault(ticket: Ticket, layer: int) -> None:
+        del layer
+        if ticket.batch.channel != "d2d" and failures.random() < 0.2:
+            raise OSError("a copy that fails")
+
+    async def scenario() -> None:
+        def engine(post: Post) -> CopyEngine:
+            del post  # callbacks come in virtual time
+            return VirtualEngine(clock, fault=fault)
+
+        async with CacheRuntime(config(hybrid, host=policy), events=sink, engine=engine) as cache:
+            driver = Driver(cache, 1, clock)
+            for number in range(5000):
+                await driver.operate()
+                assert history.state() == live_state(cache.core)
+                if number > 1000 and wanted <= set(seen):
+                    break
+            await driver.close()
+            await cache.audit()
+            assert history.state() == live_state(cache.core)
+
+    asyncio.run(scenario())
+    assert wanted <= set(seen)  # the run has gone everywhere, or it shows nothing
 
 
 async def test_a_log_gives_the_state_at_any_time(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phloem.actors import messages as m
-from phloem.actors.actions import Ids
+from phloem.actors.actions import Ids, Reserve
 from phloem.actors.domain import Domain
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease
@@ -12,8 +12,11 @@ from phloem.actors.tree.results import InsertResult, Match
 from phloem.actors.tree.results import Kept as KeptPlaces
 from phloem.events import (
     Acquired,
+    Context,
+    CopyDropped,
     CopyPlanned,
     Evicted,
+    FellBack,
     Inserted,
     Kept,
     LeaseEnded,
@@ -35,12 +38,17 @@ class Teller:
         self._emit = emit
         self._domain = domain
         self._tree = tree
+        self._contexts: dict[int, Context] = {}  # by live lease: what its taker had bound
 
     def changed(self, request: str) -> None:
-        """What became of nodes in this turn, if anything did."""
-        changes = self._tree.journal.take_changes()
+        """What became of nodes in this turn, if anything did, and which copies are not made."""
+        journal = self._tree.journal
+        changes = journal.take_changes()
         if changes:
             self._emit(TreeChanged(**self._domain.joins(), request=request, changes=changes))
+        for number, kind, why in journal.dropped:
+            self._emit(CopyDropped(**self._domain.joins(), op=number, kind=kind, why=why))
+        journal.dropped.clear()
 
     # -- leases --------------------------------------------------------------------------------
 
@@ -63,6 +71,8 @@ class Teller:
                 branch_point=match.branch_point,
                 evicted_by=match.evicted_by,
                 evicted_at=match.evicted_at,
+                device=match.device,
+                state_tier=match.state_tier,
             )
         )
         self.taken(lease)
@@ -84,6 +94,8 @@ class Teller:
                 branch_point=match.branch_point,
                 evicted_by=match.evicted_by,
                 evicted_at=match.evicted_at,
+                device=match.device,
+                state_tier=match.state_tier,
             )
         )
         self.taken(lease)
@@ -91,9 +103,11 @@ class Teller:
     def taken(self, lease: Lease, *, moved: bool = False) -> None:
         """A lease was taken, came here from another boundary, or took the state again."""
         self.changed(lease.owner)
+        joins = self._domain.joins()
+        joins["context"] = self._contexts.setdefault(lease.id, joins["context"])
         self._emit(
             LeaseTaken(
-                **self._domain.joins(),
+                **joins,
                 request=lease.owner,
                 lease=lease.id,
                 boundary=lease.anchor.end,
@@ -109,6 +123,8 @@ class Teller:
         if leaked:
             self._emit(LeaseLeaked(**joins, request=lease.owner, lease=lease.id))
         boundary = lease.anchor.end
+        if not state_only:
+            self._contexts.pop(lease.id, None)
         self._emit(
             LeaseEnded(
                 **joins,
@@ -156,13 +172,25 @@ class Teller:
                 policy=self._tree.policy.name,
                 victims=self._tree.journal.take_victims(),
                 tier=tier,
+                pages_promised=gone.pages_promised,
+                states_promised=gone.states_promised,
             )
         )
 
-    def without_copies(self) -> None:
-        """The end of an operation: what was to go behind it has gone without, if anything."""
+    # -- copies --------------------------------------------------------------------------------
+
+    def operation_ended(self, why_not: str) -> None:
+        """An operation between the tiers has ended; `why_not`: why a load did not come, if so.
+
+        Leases that waited for it in vain stand elsewhere, and what was to go behind it may have
+        gone without.
+        """
         self.changed("")
-        victims = self._tree.journal.take_victims()
+        journal = self._tree.journal
+        for lease, before in journal.fallen:
+            self._fell_back(lease, {why_not: before - lease.anchor.end})
+        journal.fallen.clear()
+        victims = journal.take_victims()
         if victims:
             self._emit(
                 Evicted(
@@ -174,6 +202,38 @@ class Teller:
                     victims=victims,
                 )
             )
+
+    def _fell_back(self, lease: Lease, lost: dict[str, int]) -> None:
+        """In a turn that another caller may have caused, who waited for the same load."""
+        self.taken(lease, moved=True)
+        joins = self._domain.joins()
+        joins["context"] = self._contexts.get(lease.id, joins["context"])
+        self._emit(
+            FellBack(
+                **joins,
+                request=lease.owner,
+                lease=lease.id,
+                boundary=lease.anchor.end,
+                lost=lost,
+            )
+        )
+
+    def reserves(self, action: Reserve) -> None:
+        """A copy between the tiers is to be made, and asks for its room."""
+        operation = self._tree.operations.live.get(action.op)
+        if operation is None:  # dropped in the same turn
+            return
+        waiter = next(iter(operation.waiters.values()), None)
+        self._emit(
+            CopyPlanned(
+                **self._domain.joins(),
+                request="" if waiter is None else waiter.owner,
+                op=action.op,
+                kind=operation.kind,
+                pages=action.pages,
+                states=action.states,
+            )
+        )
 
     def planned(self, op: int, kind: str, request: str, lease: Lease | None) -> None:
         """A copy is to be made."""
@@ -201,4 +261,5 @@ class Teller:
 
     def reset(self) -> None:
         """A new generation began."""
+        self.changed("")
         self._emit(ResetDone(**self._domain.joins(), generation=self._tree.generation))

@@ -100,7 +100,9 @@ class Request(Publishing):
         self._check_alive()
         self._loads = False
         self._holding.loaded(self._core.tree.pages_of(self._lease))
-        self._core.tokens_loaded += max(0, self.boundary - self.match.device)
+        loaded = max(0, self.boundary - self.match.device)
+        self._tokens_loaded += loaded
+        self._core.tokens_loaded += loaded
         if self.boundary < self.computed:
             self._tokens_reused -= self.computed - self.boundary
             self.computed = self.usable = self.boundary

@@ -53,6 +53,7 @@ class Standing:
         self._lease_given_up = False  # released, or to be when what reads under it has ended
         self._tokens_computed = 0
         self._tokens_reused = match.usable
+        self._tokens_loaded = 0
         self._loads = bool(lease.load)  # what it stands on is on its way from the host
         self._steps: dict[int, Step] = {}  # opened and not over
 
@@ -130,6 +131,7 @@ class Standing:
                     request=self.id,
                     how=how,
                     reused=self._tokens_reused,
+                    loaded=self._tokens_loaded,
                     computed=self._tokens_computed,
                     published=published,
                 )

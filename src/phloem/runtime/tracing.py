@@ -81,6 +81,7 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.RequestEnded: logging.INFO,
     ev.Inserted: logging.INFO,
     ev.Evicted: logging.INFO,
+    ev.FellBack: logging.INFO,
     ev.Refused: logging.INFO,
     ev.Waited: logging.INFO,
     ev.ResetDone: logging.INFO,
@@ -95,6 +96,7 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.TreeChanged: logging.DEBUG,
     ev.Kept: logging.DEBUG,
     ev.CopyPlanned: logging.DEBUG,
+    ev.CopyDropped: logging.DEBUG,
     ev.CopySubmitted: logging.DEBUG,
     ev.StepChanged: logging.DEBUG,
 }

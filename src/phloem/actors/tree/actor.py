@@ -321,6 +321,8 @@ class TreeActor:
             if type(action) is FreeDeviceSlots:
                 send(self._allocator, action)
             else:
+                if self._tell is not None and isinstance(action, Reserve):
+                    self._tell.reserves(action)
                 send(self._executor_of(action), action)
 
     def _executor_of(self, action: Action) -> Actor:

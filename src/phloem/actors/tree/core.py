@@ -86,7 +86,7 @@ class TreeCore:
         self.state_index = self.new_index(2, self.policy.state_score, state_may_go)
         self.host = self.new_host() if host else None
         self.write_policy: WritePolicy = write_policy
-        self.operations = Operations()
+        self.operations = self.new_operations()
         self.radix.on_split = self.operations.divide
         self.leases = Leases(self.kv_index, self.state_index, self.host)
         self.running = Running(self.radix.page_bytes, self.grid)
@@ -111,6 +111,10 @@ class TreeCore:
     ) -> CandidateIndex:
         """One of its candidate indexes."""
         return CandidateIndex(bit, score, eligible)
+
+    def new_operations(self) -> Operations:
+        """Its record of operations."""
+        return Operations()
 
     def match(self, tokens: Tokens, limit: int | None = None) -> Match:
         """How far the first `limit` tokens (all by default) are cached. Changes nothing."""

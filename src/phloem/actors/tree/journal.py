@@ -9,12 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.host import HostTier, NewIndex
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
+from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
+from phloem.actors.tree.operations import Kind, Operation, Operations
 from phloem.actors.tree.policies import Score
 from phloem.actors.tree.radix import Radix, RootName
 from phloem.actors.tree.shedding import Tally
@@ -35,16 +37,33 @@ from phloem.events import (
     Victim,
 )
 
-__all__ = ["Journal", "JournaledTree"]
+__all__ = ["Dropped", "Fallen", "Journal", "JournaledTree"]
 
 _WORD = 64
 _Loss = Literal["leaf", "tail", "state", "demoted", "leaving", "copy"]
 
 
+class Dropped(NamedTuple):
+    """An operation that ended before its copy was submitted."""
+
+    number: int
+    kind: Kind
+    why: Literal["no_room", "not_wanted"]
+
+
+class Fallen(NamedTuple):
+    """A lease whose load did not come: it stood at token `before`."""
+
+    lease: Lease
+    before: int
+
+
 class Journal:
-    """What happened to the nodes since it was taken last, in order."""
+    """What happened to nodes and operations since it was taken last, in order."""
 
     def __init__(self) -> None:
+        self.dropped: list[Dropped] = []
+        self.fallen: list[Fallen] = []
         self._changes: list[Change] = []
         self._victims: list[Victim] = []
         self._chosen: tuple[Score, Node] | None = None
@@ -216,6 +235,18 @@ class _JournaledHost(HostTier):
         return super().take_state(node)
 
 
+class _JournaledOperations(Operations):
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def end(self, operation: Operation, *, answered: bool = False) -> None:
+        if operation.phase == "planned":
+            why: Literal["no_room", "not_wanted"] = "no_room" if answered else "not_wanted"
+            self._journal.dropped.append(Dropped(operation.number, operation.kind, why))
+        super().end(operation, answered=answered)
+
+
 class JournaledTree(Tree):
     """A `Tree` with a `journal`."""
 
@@ -238,6 +269,10 @@ class JournaledTree(Tree):
         """See `Tree.new_index`."""
         return _JournaledIndex(bit, score, eligible, self.journal)
 
+    def new_operations(self) -> Operations:
+        """See `Tree.new_operations`."""
+        return _JournaledOperations(self.journal)
+
     def reached(self, key: TokenKey, limit: int | None = None) -> int:
         """The node in which the KV prefix of a key ends, or 0."""
         walk = self._look(key, limit).walk
@@ -257,3 +292,8 @@ class JournaledTree(Tree):
     def _copy_first(self, host: HostTier, node: Node, gone: Tally) -> None:
         self.journal.loses(node, "leaving", node.page_count)
         super()._copy_first(host, node, gone)
+
+    def _fall_back(self, lease: Lease) -> None:
+        before = lease.anchor.end
+        super()._fall_back(lease)
+        self.journal.fallen.append(Fallen(lease, before))

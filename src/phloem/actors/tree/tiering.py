@@ -99,22 +99,19 @@ class Tiering:
 
     def _on_not_reserved(self, message: m.NotReserved) -> None:
         ended, actions = self._tree.not_reserved(message.op)
-        self._ended(ended, actions)
+        self._ended(ended, actions, "no_room")
         self._answer_all(message.op)
 
     def copied(self, message: m.Copied) -> None:
         """The copy of an operation has ended."""
         ended, actions = self._tree.copied(message.op, message.error is None)
-        self._ended(ended, actions)
+        self._ended(ended, actions, "copy_failed")
 
-    def _ended(self, ended: Ended, actions: Actions) -> None:
+    def _ended(self, ended: Ended, actions: Actions, why_not: str) -> None:
         for kept in ended.kept:
             self._keep(kept)
         if self._tell is not None:
-            self._tell.without_copies()
-            for moved in ended.moved:
-                if (lease := self._tree.leases.live.get(moved)) is not None:
-                    self._tell.taken(lease, moved=True)
+            self._tell.operation_ended(why_not)
         self._dispatch(actions)
         for number in ended.operations:
             self._answer_all(number)

@@ -22,6 +22,7 @@ from phloem.events import (
     Freed,
     Granted,
     Inserted,
+    Kept,
     KvPut,
     KvTaken,
     LeaseEnded,
@@ -53,6 +54,7 @@ __all__ = ["History", "LostState", "Node", "replay"]
 
 _BEFORE_ANY_RUN = (LogOpened, EventsDropped, RuntimeStarted)
 _OWNERS = {FREE: "free", PARKED: "parked", TREE: "tree"}
+_HOST = "host_"
 
 
 class LostState:
@@ -71,7 +73,9 @@ class LostState:
 class Node:
     """A node as far as the events tell: no tokens, but how many."""
 
-    __slots__ = ("end", "id", "lost", "pages", "parent", "state", "used")
+    __slots__ = (
+        *("end", "host_pages", "host_state", "id", "lost", "pages", "parent", "state", "used"),
+    )
 
     def __init__(self, number: int, parent: Node | None, end: int, time: float) -> None:
         self.id = number
@@ -79,6 +83,8 @@ class Node:
         self.end = end
         self.pages: list[int] = []
         self.state = 0
+        self.host_pages: list[int] = []
+        self.host_state = 0
         self.used = time  # when a lease was taken here or data were added, at the latest
         self.lost: list[LostState] = []
 
@@ -110,6 +116,7 @@ class History:
             Granted: self._on_granted,
             Freed: self._on_freed,
             Parked: self._on_parked,
+            Kept: self._on_kept,
             Waited: self._on_waited,
             Refused: self._on_refused,
             CopySubmitted: self._on_copy_submitted,
@@ -127,10 +134,10 @@ class History:
             NodesMerged: self._nodes_merged,
             NodeRemoved: self._node_removed,
             TailCut: self._tail_cut,
-            KvPut: self._kv_put,
-            KvTaken: self._kv_taken,
             StatePut: self._state_put,
             StateTaken: self._state_taken,
+            KvPut: self._kv_put,
+            KvTaken: self._kv_taken,
         }
 
     def _begin(self) -> None:
@@ -142,10 +149,10 @@ class History:
         self.waiting: dict[int, Waited] = {}  # by the turn in which room was asked for
         self.copies: dict[int, CopySubmitted] = {}
         self.steps: dict[int, StepChanged] = {}
-        self.owners: dict[str, list[int]] = {"kv": [], "state": []}
-        self.accounts: dict[int, str] = {}
-        self._added: Node | None = None  # whose pages the next `Inserted` names ...
-        self._put: set[int] = set()  # ... beside these, which nodes were given in the same turn
+        self.owners: dict[str, list[int]] = {"kv": [], "state": []}  # by pool
+        self.accounts: dict[tuple[str, int], str] = {}  # by tier and number
+        self._added: tuple[Node, int] | None = None  # so many last pages of the next `Inserted`
+        self._filled = False  # a node that was there took pages of the next `Inserted`
         self._taken: dict[int, LostState] = {}  # by node, until an `Evicted` says why
 
     def add(self, time: float, event: Event) -> None:
@@ -169,17 +176,19 @@ class History:
             at = at.parent
         return path[::-1]
 
-    def owner(self, component: str, place: int) -> str:
+    def owner(self, pool: str, place: int) -> str:
         """Who owns a place: `free`, `parked`, `tree`, or a grant's owner."""
-        return self._name(self.owners[component][place])
+        return self._name(pool, self.owners[pool][place])
 
-    def _name(self, owner: int) -> str:
-        return _OWNERS.get(owner) or f"grant of {self.accounts.get(owner, '?')}"
+    def _name(self, pool: str, owner: int) -> str:
+        name = _OWNERS.get(owner)
+        tier = "host" if pool.startswith(_HOST) else "device"
+        return name or f"grant of {self.accounts.get((tier, owner), '?')}"
 
-    def counts(self, component: str) -> dict[str, int]:
+    def counts(self, pool: str) -> dict[str, int]:
         """Places by `free`, `parked`, `tree` and `granted`."""
         counts = {"free": 0, "parked": 0, "tree": 0, "granted": 0}
-        for owner in self.owners[component][1:]:
+        for owner in self.owners[pool][1:]:
             counts[_OWNERS.get(owner, "granted")] += 1
         return counts
 
@@ -196,8 +205,8 @@ class History:
             nodes=sorted((_shown(node) for node in nodes), key=lambda node: node.id),
             leases=sorted(self.leases.values(), key=lambda lease: lease.id),
             pools={
-                component: runs_of(self._name(owner) for owner in owners[1:])
-                for component, owners in self.owners.items()
+                pool: runs_of(self._name(pool, owner) for owner in owners[1:])
+                for pool, owners in self.owners.items()
             },
             copies=sorted(self.copies),
             waiting=len(self.waiting),
@@ -220,12 +229,14 @@ class History:
         self.run += 1
         self.started = event
         self._begin()
-        self.owners = {"kv": [FREE] * (event.pages + 1), "state": [FREE] * (event.states + 1)}
+        sizes = {"kv": event.pages, "state": event.states}
+        if event.host_pages:
+            sizes |= {"host_kv": event.host_pages, "host_state": event.host_states}
+        self.owners = {pool: [FREE] * (size + 1) for pool, size in sizes.items()}
 
     # -- the tree ------------------------------------------------------------------------------
 
     def _on_changed(self, event: TreeChanged) -> None:
-        self._put.clear()
         for change in event.changes:
             self._changes[type(change)](change)
 
@@ -237,9 +248,11 @@ class History:
         del self.roots[change.node], self.nodes[change.node]
 
     def _node_added(self, change: NodeAdded) -> None:
+        assert self.started is not None
         parent = self.nodes[change.parent]
         node = Node(change.node, parent, parent.end + change.tokens, self.time)
-        self.nodes[node.id] = self._added = node
+        self.nodes[node.id] = node
+        self._added = node, change.tokens // self.started.page_size
 
     def _node_split(self, change: NodeSplit) -> None:
         assert self.started is not None
@@ -247,6 +260,7 @@ class History:
         upper = Node(change.upper, node.parent, node.start + change.tokens, node.used)
         pages = change.tokens // self.started.page_size
         upper.pages, node.pages = node.pages[:pages], node.pages[pages:]
+        upper.host_pages, node.host_pages = node.host_pages[:pages], node.host_pages[pages:]
         upper.lost = [lost for lost in node.lost if lost.position <= upper.end]
         node.lost = [lost for lost in node.lost if lost.position > upper.end]
         node.parent = upper
@@ -255,6 +269,7 @@ class History:
     def _nodes_merged(self, change: NodesMerged) -> None:
         node, into = self.nodes.pop(change.node), self.nodes[change.into]
         into.pages = node.pages + into.pages
+        into.host_pages = node.host_pages + into.host_pages
         into.lost = node.lost + into.lost
         into.parent = node.parent
         into.used = max(into.used, node.used)
@@ -268,41 +283,50 @@ class History:
         del node.pages[-change.pages :]
         node.end -= change.pages * self.started.page_size
 
-    def _kv_put(self, change: KvPut) -> None:
-        if change.tier == "device":
-            self.nodes[change.node].pages = list(change.pages)
-            self._put.update(change.pages)
-
-    def _kv_taken(self, change: KvTaken) -> None:
-        if change.tier == "device":
-            self.nodes[change.node].pages = []
-
     def _state_put(self, change: StatePut) -> None:
-        if change.tier != "device":
-            return
         node = self.nodes[change.node]
-        node.state = change.slot
+        if change.tier == "host":
+            node.host_state = change.slot
+        else:
+            node.state = change.slot
         node.lost = [lost for lost in node.lost if lost.position != node.end]
 
     def _state_taken(self, change: StateTaken) -> None:
-        if change.tier != "device":
-            return
         node = self.nodes[change.node]
-        node.state = 0
-        lost = self._taken[node.id] = LostState(node.end, self.time)
-        node.lost.append(lost)
+        if change.tier == "host":
+            node.host_state = 0
+        else:
+            node.state = 0
+        if not node.state and not node.host_state:
+            lost = self._taken[node.id] = LostState(node.end, self.time)
+            node.lost.append(lost)
+
+    def _kv_put(self, change: KvPut) -> None:
+        self._set_pages(change.node, change.tier, list(change.pages))
+        self._filled = True
+
+    def _kv_taken(self, change: KvTaken) -> None:
+        self._set_pages(change.node, change.tier, [])
+
+    def _set_pages(self, name: int, tier: str, pages: list[int]) -> None:
+        node = self.nodes[name]
+        if tier == "host":
+            node.host_pages = pages
+        else:
+            node.pages = pages
 
     def _on_inserted(self, event: Inserted) -> None:
-        fresh = [page for page in event.adopted if page not in self._put]
-        if fresh:
+        if event.adopted:
             if self._added is not None:
-                self._added.pages.extend(fresh)
+                added, count = self._added
+                added.pages.extend(event.adopted[-count:])
                 self._added = None
-            elif not self.incomplete:
+            elif not self._filled and not self.incomplete:
                 self.incomplete = (
-                    f"no node was added for what turn {event.turn} inserted: "
+                    f"no node was there for what turn {event.turn} inserted: "
                     "the log is of schema 1, or leaves events out"
                 )
+        self._filled = False
         self._move("kv", event.adopted, event.account, TREE, event)
         if event.adopted_state:
             self._move("state", (event.adopted_state,), event.account, TREE, event)
@@ -363,26 +387,30 @@ class History:
 
     def _on_granted(self, event: Granted) -> None:
         self.waiting.pop(event.asked, None)
-        self.accounts[event.account] = event.request
-        self._move("kv", event.pages, FREE, event.account, event)
-        self._move("state", event.states, FREE, event.account, event)
+        self.accounts[event.tier, event.account] = event.request
+        kv, state = pool_of("kv", event.tier), pool_of("state", event.tier)
+        self._move(kv, event.pages, FREE, event.account, event)
+        self._move(state, event.states, FREE, event.account, event)
 
     def _on_freed(self, event: Freed) -> None:
-        self._move(event.component, event.ids, event.owner, FREE, event)
+        self._move(pool_of(event.component, event.tier), event.ids, event.owner, FREE, event)
+
+    def _on_kept(self, event: Kept) -> None:
+        self._move(pool_of(event.component, event.tier), event.ids, event.account, TREE, event)
 
     def _on_parked(self, event: Parked) -> None:
         self._move("kv", event.pages, event.owner, PARKED, event)
         self._move("state", event.states, event.owner, PARKED, event)
 
-    def _move(self, component: str, ids: Iterable[int], owner: int, to: int, event: Event) -> None:
-        owners, said = self.owners[component], self._name(owner)
+    def _move(self, pool: str, ids: Iterable[int], owner: int, to: int, event: Event) -> None:
+        owners, said = self.owners[pool], self._name(pool, owner)
         for place in ids:
             if not 0 < place < len(owners):
-                raise KeyError(f"{component} place {place}")
-            if self._name(owners[place]) != said and not self.incomplete:
+                raise KeyError(f"{pool} place {place}")
+            if self._name(pool, owners[place]) != said and not self.incomplete:
                 raise InvalidRequest(
-                    f"the log is not whole: {component} place {place} is "
-                    f"{self._name(owners[place])}, not {said}, before {event}"
+                    f"the log is not whole: {pool} place {place} is "
+                    f"{self._name(pool, owners[place])}, not {said}, before {event}"
                 )
             owners[place] = to
 
@@ -399,9 +427,23 @@ class History:
         del self.copies[event.op]
 
 
+def pool_of(component: str, tier: str) -> str:
+    """The name of a pool: `kv`, `state`, `host_kv`, `host_state`."""
+    return component if tier == "device" else f"{tier}_{component}"
+
+
 def _shown(node: Node) -> NodeState:
     assert node.parent is not None
-    return NodeState(node.id, node.parent.id, node.start, node.end, list(node.pages), node.state)
+    return NodeState(
+        node.id,
+        node.parent.id,
+        node.start,
+        node.end,
+        list(node.pages),
+        node.state,
+        list(node.host_pages),
+        node.host_state,
+    )
 
 
 def replay(path: str | Path, *, until: float | None = None, run: int | None = None) -> History:

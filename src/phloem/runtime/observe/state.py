@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import msgspec
 
-from phloem.actors.actions import TREE
-from phloem.actors.ledger import FREE, PARKED
+from phloem.actors.actions import TREE, Component
+from phloem.actors.ledger import FREE, PARKED, Ledger
 from phloem.runtime.core import Core
 
 __all__ = ["CacheState", "LeaseState", "NodeState", "RootState", "live_state", "runs_of"]
@@ -23,7 +24,10 @@ class RootState(msgspec.Struct, frozen=True):
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """A node, from token `start` to `end`; `pages` along its edge, `state`: a slot, or 0."""
+    """A node, from token `start` to `end`; `pages` along its edge, `state`: a slot, or 0.
+
+    Those are on the device; `host_pages` and `host_state` on the host.
+    """
 
     id: int
     parent: int
@@ -31,6 +35,8 @@ class NodeState(msgspec.Struct, frozen=True):
     end: int
     pages: list[int]
     state: int
+    host_pages: list[int] = []
+    host_state: int = 0
 
 
 class LeaseState(msgspec.Struct, frozen=True):
@@ -46,8 +52,10 @@ class LeaseState(msgspec.Struct, frozen=True):
 class CacheState(msgspec.Struct, frozen=True):
     """Tree, leases, pools and what is under way.
 
-    `pools` has for each pool the owners of its places as runs `(owner, count)`, from place 1 on;
-    an owner is `free`, `parked`, `tree` or `grant of NAME`.
+    `leases` are those of callers; what a copy protects while it is made is not among them. `pools`
+    has for each pool (`kv`, `state`, and with a host tier `host_kv`, `host_state`) the owners of
+    its places as runs `(owner, count)`, from place 1 on; an owner is `free`, `parked`, `tree` or
+    `grant of NAME`.
     """
 
     generation: int
@@ -75,30 +83,46 @@ def live_state(core: Core) -> CacheState:
     nodes: list[NodeState] = []
     for node in tree.radix:
         assert node.parent is not None
+        part = node.host
         nodes.append(
             NodeState(
-                node.id, node.parent.id, node.parent.end, node.end, node.pages.tolist(), node.state
+                node.id,
+                node.parent.id,
+                node.parent.end,
+                node.end,
+                node.pages.tolist(),
+                node.state,
+                [] if part is None else array("i", part.page_ids).tolist(),
+                0 if part is None else part.state,
             )
         )
+    holds = {operation.hold for operation in tree.operations}
     leases = [
         LeaseState(lease.id, lease.owner, lease.anchor.id, lease.anchor.end, lease.has_state)
         for lease in tree.leases.live.values()
+        if lease not in holds
     ]
+    pools = {
+        "kv": runs_of(_owners(core.ledger, "kv")),
+        "state": runs_of(_owners(core.ledger, "state")),
+    }
+    if core.host_ledger is not None:
+        pools["host_kv"] = runs_of(_owners(core.host_ledger, "kv"))
+        pools["host_state"] = runs_of(_owners(core.host_ledger, "state"))
     return CacheState(
         generation=tree.generation,
         roots=sorted(roots, key=lambda root: root.node),
         nodes=sorted(nodes, key=lambda node: node.id),
         leases=sorted(leases, key=lambda lease: lease.id),
-        pools={"kv": runs_of(_owners(core, "kv")), "state": runs_of(_owners(core, "state"))},
+        pools=pools,
         copies=sorted(core.transfer.operations()),
         waiting=sum(message.wait for message in core.allocator.queue()),
         requests=sorted(core.requests),
     )
 
 
-def _owners(core: Core, component: str) -> Iterator[str]:
-    ledger = core.ledger
-    pool = ledger.kv if component == "kv" else ledger.state
+def _owners(ledger: Ledger, component: Component) -> Iterator[str]:
+    pool = ledger.pool(component)
     names = {FREE: "free", PARKED: "parked", TREE: "tree"}
     for place in range(1, pool.size + 1):
         owner = pool.owner_of(place)
