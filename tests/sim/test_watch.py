@@ -273,6 +273,6 @@ def test_a_copy_and_a_step_hold_their_places() -> None:
     here(Freed(component="kv", ids=[1], owner=-2))
     with pytest.raises(Violation, match="a step touches kv place 1, which is free"):
         here.step_begins(array("i", (1,)), [])
-    with pytest.raises(Violation, match="b writes kv place 2, which is of 'a'"):
+    with pytest.raises(Violation, match="b writes, but kv place 2 is of 'a'"):
         here.check_write("kv", 2, "b")
     here.check_write("kv", 2, "a")

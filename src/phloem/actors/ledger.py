@@ -131,6 +131,10 @@ class Pool:
             raise OwnershipError(f"{self.component} has no place {place}; they go to {self.size}")
         return self._cells[place]
 
+    def owners(self) -> Ids:
+        """The owner of each place, from place 1 on; a copy."""
+        return self._cells[1:]
+
     def owners_of(self, ids: Ids) -> Ids:
         """The owner of each of `ids`; raises `OwnershipError` like `owner_of`."""
         return array("i", [self.owner_of(place) for place in ids])
@@ -200,21 +204,26 @@ class Pool:
         """All places of one owner, ascending; looks at the whole pool."""
         return array("i", np.flatnonzero(self._cells_np == owner)[0:].tolist())
 
+    def counts(self) -> Counter[int]:
+        """How many places each owner has."""
+        return Counter(self.owners())
+
     def audit(self) -> None:
         """Recount; raises `AssertionError` when a figure is wrong."""
-        cells = self._cells_np[1:]
+        owned = self.counts()
         counts = {
-            "free": (self.free, int((cells == FREE).sum())),
-            "parked": (self.parked, int((cells == PARKED).sum())),
-            "tree": (self.tree, int((cells == TREE).sum())),
-            "granted": (self.granted, int((cells > 0).sum())),
+            "free": (self.free, owned[FREE]),
+            "parked": (self.parked, owned[PARKED]),
+            "tree": (self.tree, owned[TREE]),
+            "granted": (self.granted, sum(n for owner, n in owned.items() if owner > 0)),
         }
         for name, (kept, counted) in counts.items():
             assert kept == counted, f"{self.component}: {name} is {kept}, counted {counted}"
         assert sum(kept for kept, _ in counts.values()) == self.size
-        free = np.array(self.free_places, np.intp)
-        assert len(np.unique(free)) == self.free, f"{self.component}: a place is free twice"
-        assert (self._cells_np[free] == FREE).all(), f"{self.component}: a free place is owned"
+        free = self.free_places
+        assert len(set(free)) == self.free, f"{self.component}: a place is free twice"
+        cells = self._cells
+        assert all(cells[place] == FREE for place in free), f"{self.component}: a free one is owned"
 
     def _write(self, ids: Ids, owner: int, places: Indices | None) -> None:
         if places is None:
@@ -407,9 +416,10 @@ class Ledger:
         assert sum(a.pages for a in self.accounts.values()) == self.kv.granted
         assert sum(a.states for a in self.accounts.values()) == self.state.granted
         assert Counter(a.owner for a in self.accounts.values()) == self.owners
+        pages, states = self.kv.counts(), self.state.counts()
         for number, account in self.accounts.items():
-            assert len(self.kv.owned_by(number)) == account.pages, f"pages of account {number}"
-            assert len(self.state.owned_by(number)) == account.states, f"states of {number}"
+            assert pages[number] == account.pages, f"pages of account {number}"
+            assert states[number] == account.states, f"states of {number}"
             if account.whole is not None:
                 assert sorted(account.whole) == self.kv.owned_by(number).tolist()
 

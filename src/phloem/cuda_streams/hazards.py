@@ -9,6 +9,7 @@ target before it has landed reads POISON: a NaN in bfloat16, float16 and float32
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -34,6 +35,7 @@ class Hazard:
     row: int
 
 
+@lru_cache(maxsize=64)
 def _poison(size: int) -> Tensor:
     return torch.tensor(POISON, dtype=torch.uint8).repeat(-(-size // 2))[:size]
 

@@ -32,7 +32,14 @@ from phloem.events import RuntimeStarted, RuntimeStopped, Sink
 from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.core import Core
-from phloem.runtime.devices import EngineFactory, driver_for, engine_for, host_pools_for, pools_for
+from phloem.runtime.devices import (
+    EngineFactory,
+    HostMemoryFactory,
+    driver_for,
+    engine_for,
+    host_pools_for,
+    pools_for,
+)
 from phloem.runtime.lease import Lease
 from phloem.runtime.nowait import (
     Nowait,
@@ -102,6 +109,8 @@ class CacheRuntime:
 
     The default engine suits the pools: streams of the device where they are on a CUDA device,
     worker threads in CPU memory. `driver` is what the engine needs of a device, by default CUDA's.
+    `host_memory` gives the host tier's memory, by default pinned where there is a driver; raises
+    `HostMemoryShort`, with nothing taken, when it is not there.
     """
 
     def __init__(
@@ -114,11 +123,12 @@ class CacheRuntime:
         metrics: bool = False,
         engine: EngineFactory | None = None,
         driver: Driver | None = None,
+        host_memory: HostMemoryFactory | None = None,
     ) -> None:
         self.config = config
         self.pools = pools_for(config, device, pools)
         self._driver = driver or driver_for(self.pools.device)
-        self.host_pools = host_pools_for(config, self.pools, self._driver)
+        self.host_pools = host_pools_for(config, self.pools, self._driver, host_memory)
         self._counts = Counts() if metrics else None
         self._events = several(events, self._counts)
         self._new_engine = engine or engine_for(self._driver)

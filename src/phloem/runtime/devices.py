@@ -9,15 +9,19 @@ import torch
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, Post
-from phloem.cuda_streams.host import ordinary_memory
+from phloem.cuda_streams.host import HostMemory, ordinary_memory
 from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.errors import InvalidRequest
 from phloem.runtime.config import CacheConfig
 
-__all__ = ["EngineFactory", "driver_for", "engine_for", "host_pools_for", "pools_for"]
+__all__ = [
+    "EngineFactory", "HostMemoryFactory", "driver_for", "engine_for", "host_pools_for", "pools_for",
+]  # fmt: skip
 
 EngineFactory = Callable[[Post], CopyEngine]
+HostMemoryFactory = Callable[[int, int], HostMemory]
+"""Memory for so many rows of so many bytes."""
 
 
 def pools_for(
@@ -45,7 +49,10 @@ def pools_for(
 
 
 def host_pools_for(
-    config: CacheConfig, pools: DevicePools, driver: Driver | None
+    config: CacheConfig,
+    pools: DevicePools,
+    driver: Driver | None,
+    memory: HostMemoryFactory | None = None,
 ) -> HostPools | None:
     """The pools of the host tier, pinned where a driver can; None when it is off.
 
@@ -54,7 +61,8 @@ def host_pools_for(
     pages, states = config.host_places(pools.page_bytes, pools.slot_bytes)
     if not pages:
         return None
-    memory = ordinary_memory if driver is None else driver.pinned_memory()
+    if memory is None:
+        memory = ordinary_memory if driver is None else driver.pinned_memory()
     # Place 0 is never granted, as on the device.
     return HostPools.allocate(
         pools, pages=pages + 1, states=states + 1, memory=memory, int8_states=config.int8_states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from phloem.actors.actions import Component
 from phloem.actors.tree.audit_host import audit_host
 from phloem.actors.tree.checks import AuditFailed, check
 from phloem.actors.tree.eviction import CandidateIndex
@@ -29,7 +30,7 @@ def audit_tree(tree: Tree) -> None:
     owners = Counter(lease.owner for lease in tree.leases.live.values() if lease.anchor.end)
     check(owners == tree.leases.owners, "the owners of leases are miscounted")
     totals: Counter[str] = Counter()
-    owned: set[tuple[str, int]] = set()
+    owned: dict[Component, set[int]] = {"kv": set(), "state": set()}
     for root in tree.radix.roots.values():
         check(root.parent is None and not root.edge and not len(root.page_ids), "a root has data")
         check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
@@ -68,7 +69,7 @@ def _audit_links(tree: Tree, node: Node) -> None:
         )
 
 
-def _audit_data(tree: Tree, node: Node, owned: set[tuple[str, int]]) -> None:
+def _audit_data(tree: Tree, node: Node, owned: dict[Component, set[int]]) -> None:
     parent = node.parent
     assert parent is not None
     check(len(node.edge) > 0, f"node {node.id} has an empty edge")
@@ -84,15 +85,15 @@ def _audit_data(tree: Tree, node: Node, owned: set[tuple[str, int]]) -> None:
         f"node {node.id} has KV on the device, its parent has none",
     )
     for page in node.pages:
-        check(page > 0, f"node {node.id} holds the reserved page")
-        check(("kv", page) not in owned, f"page {page} stands at two nodes")
-        owned.add(("kv", page))
+        if page <= 0 or page in owned["kv"]:  # so many that a message for each would take long
+            raise AuditFailed(f"page {page} of node {node.id} is reserved, or another node's, too")
+        owned["kv"].add(page)
     if node.state != NO_SLOT:
         check(tree.has_states, "a state in a tree without states")
         check(bool(node.page_ids), f"node {node.id} has a state on the device, but no KV")
         check(node.end % tree.grid == 0, f"state of {node.id} at {node.end} is off the grid")
-        check(("state", node.state) not in owned, f"state {node.state} stands at two nodes")
-        owned.add(("state", node.state))
+        check(node.state not in owned["state"], f"state {node.state} stands at two nodes")
+        owned["state"].add(node.state)
 
 
 def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from phloem.actors.tree.checks import check
+from phloem.actors.actions import Component
+from phloem.actors.tree.checks import AuditFailed, check
 from phloem.actors.tree.core import TreeCore
 from phloem.actors.tree.host import HostTier, has_or_awaits_kv
 from phloem.actors.tree.leases import protected
@@ -16,7 +17,7 @@ __all__ = ["audit_host"]
 def audit_host(tree: TreeCore, host: HostTier) -> None:
     """Check what the tree keeps about its host tier; raises `AuditFailed`."""
     totals: Counter[str] = Counter()
-    owned: set[tuple[str, int]] = set()
+    owned: dict[Component, set[int]] = {"kv": set(), "state": set()}
     marks: dict[int, set[tuple[str, int]]] = {}
     for node in tree.radix:
         part = node.host
@@ -48,7 +49,9 @@ def audit_host(tree: TreeCore, host: HostTier) -> None:
     _audit_operations(tree, marks)
 
 
-def _audit_data(tree: TreeCore, node: Node, part: HostPart, owned: set[tuple[str, int]]) -> None:
+def _audit_data(
+    tree: TreeCore, node: Node, part: HostPart, owned: dict[Component, set[int]]
+) -> None:
     parent = node.parent
     assert parent is not None
     if part.page_ids:
@@ -64,12 +67,13 @@ def _audit_data(tree: TreeCore, node: Node, part: HostPart, owned: set[tuple[str
             f"node {node.id} has KV on the host, its parent has none",
         )
     for page in memoryview(part.page_ids).cast("i"):
-        check(page > 0 and ("kv", page) not in owned, f"host page {page} stands at two nodes")
-        owned.add(("kv", page))
+        if page <= 0 or page in owned["kv"]:
+            raise AuditFailed(f"host page {page} of {node.id} is reserved, or another node's, too")
+        owned["kv"].add(page)
     if part.state != NO_SLOT:
         check(node.end % tree.grid == 0, f"host state of {node.id} is off the grid")
-        check(("state", part.state) not in owned, f"host state {part.state} stands at two nodes")
-        owned.add(("state", part.state))
+        check(part.state not in owned["state"], f"host state {part.state} stands at two nodes")
+        owned["state"].add(part.state)
     check(
         not part.leaving or (bool(node.page_ids) and not protected(node)),
         f"node {node.id} is leaving, but protected or gone",

@@ -13,6 +13,7 @@ from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.errors import InvalidRequest
 
 __all__ = [
+    "POLICY_NAMES",
     "BenefitPerByte",
     "Fifo",
     "KEEP",
@@ -238,6 +239,9 @@ _NAMED: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (Lru, Lfu, Slru, Fifo, PriorityFirst, SessionFirst, BenefitPerByte)
 }
+
+
+POLICY_NAMES: tuple[str, ...] = tuple(_NAMED)
 
 
 def policy_named(name: str) -> Policy:

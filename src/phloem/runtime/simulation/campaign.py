@@ -10,11 +10,14 @@ import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from math import lcm
+from typing import cast
 
 import msgspec
 
+from phloem.actors.tree.core import BACKUP_HITS, WritePolicy
 from phloem.actors.tree.keys import Namespace
 from phloem.actors.tree.placement import Placement
+from phloem.actors.tree.policies import POLICY_NAMES
 from phloem.errors import InvalidRequest, NoRoom, StaleHandle
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
@@ -30,13 +33,17 @@ from phloem.runtime.simulation.world import (
     simulate,
 )
 
-__all__ = ["Fixed", "Plan", "command", "plan_for", "play", "run_plan", "shorten"]
+__all__ = ["HOSTS", "Fixed", "Plan", "command", "plan_for", "play", "run_plan", "shorten"]
+
+
+HOSTS: tuple[str, ...] = ("none", *BACKUP_HITS)
 
 
 class Fixed(msgspec.Struct, frozen=True, kw_only=True):
     """What is the same for all seeds; None and empty are drawn for each.
 
     `faults`: only these can be on, `()` for none. `prompts`: only these numbers of a workload.
+    `host`: `none` for no host tier, or how it is written (see `CacheConfig.write_policy`).
     """
 
     scheduler: str | None = None
@@ -46,12 +53,14 @@ class Fixed(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[int, ...] | None = None
     scramble: int | None = None
     requests: int | None = None
+    host: str | None = None
 
     def __post_init__(self) -> None:
         for what, name, known in (
             ("scheduler", self.scheduler, tuple(ORDERS)),
             ("workload", self.workload, tuple(WORKLOADS)),
             ("policy", self.policy, POLICIES),
+            ("host tier", self.host, HOSTS),
         ):
             if name is not None and name not in known:
                 raise InvalidRequest(f"no {what} is called {name!r}; there are {known}")
@@ -88,7 +97,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
     order, kind = rng.choice(tuple(ORDERS)), rng.choice(tuple(WORKLOADS))
     policy: Policy = rng.choices(POLICIES, (1, 3, 4, 2))[0]
     scale = Scale(
-        requests=rng.randrange(4, 20),
+        requests=rng.randrange(4, 16),
         piece=rng.choice((3, 6, 10)),
         gap_s=rng.choice((0.002, 0.02, 0.2)),
     )
@@ -109,11 +118,12 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
     )
     geometry = _Geometry(rng)
     faults = swarm(rng)
-    audit_every = rng.choice((1, 4, 16))
+    audit_every = rng.choice((1, 4, 16, 16))
     borrowers = rng.choice((0, 0, 1, 2))
     if fixed.faults is not None:
         faults = faults.only(fixed.faults)
     prompts = workload(fixed.workload or kind, seed, scale)
+    geometry.draw_host(rng, fixed.host)
     config = geometry.config(prompts)  # of all prompts, so that leaving some out changes no sizes
     if fixed.prompts is not None:
         prompts = [prompts[number] for number in fixed.prompts if number < len(prompts)]
@@ -149,16 +159,30 @@ class _Geometry:
         )
         self.reuse_decoded = rng.random() < 0.8
 
+    def draw_host(self, rng: random.Random, fixed: str | None) -> None:
+        """Whether there is a host tier, how large and how it is written."""
+        drawn = rng.choice(("none", "none", *BACKUP_HITS, "write_through"))
+        self.host = fixed or drawn
+        self.host_share = rng.choice((0.3, 1.0, 1.0, 3.0))
+        self.eviction = rng.choice(("lru", "lru", *POLICY_NAMES))
+
     def config(self, prompts: Sequence[Prompt]) -> CacheConfig:
         """Pools that hold the largest prompt with its answer, and `pressure` times as much."""
         grid = lcm(self.page_size, self.state_chunk)
         most = max(len(prompt.tokens) + prompt.output for prompt in prompts) + grid
+        layout = sim_layout(layers=2, states=self.states)
+        pages = int(self.pressure * (most // self.page_size + 2))
+        device = pages * layout.page_bytes(self.page_size) + self.slots * layout.slot_bytes
+        least = -(-device // min(pages, self.slots)) if self.states else -(-device // pages)
         return CacheConfig(
-            layout=sim_layout(layers=2, states=self.states),
+            layout=layout,
             page_size=self.page_size,
             state_chunk=self.state_chunk,
-            device_pages=int(self.pressure * (most // self.page_size + 2)),
+            device_pages=pages,
             device_states=self.slots,
+            host_bytes=0 if self.host == "none" else max(least, int(self.host_share * device)),
+            write_policy=cast("WritePolicy", "write_through" if self.host == "none" else self.host),
+            eviction=self.eviction,
             placement=self.placement,
             reuse_decoded=self.reuse_decoded,
         )
@@ -189,7 +213,7 @@ async def play(sim: Simulation, plan: Plan, prompts: Iterable[Prompt]) -> list[S
     """
     served: list[Served] = []
     async with sim.runtime(plan.config) as cache:
-        model = sim.model(cache, plan.cost, recheck=plan.recheck)
+        model = sim.model(cache, plan.cost, recheck=plan.recheck, is_written=_is_written)
         async with (
             Server(
                 cache,
@@ -213,7 +237,7 @@ async def _aside(sim: Simulation, cache: CacheRuntime, plan: Plan) -> AsyncGener
         asyncio.create_task(sim.every("evict", lambda: _evict(sim, cache)), name="evicter"),
         asyncio.create_task(sim.every("abort", lambda: _abort(sim, cache)), name="aborter"),
         *(
-            sim.client(_borrow(sim, cache, f"borrower-{number}"), f"borrower-{number}")
+            sim.client(_borrow(sim, cache, f"{_BORROWER}-{number}"), f"{_BORROWER}-{number}")
             for number in range(plan.borrowers)
         ),
     ]
@@ -235,6 +259,14 @@ async def _abort(sim: Simulation, cache: CacheRuntime) -> None:
     requests = sorted(cache.core.requests)
     if requests:
         cache.core.requests[sim.rng.choice(requests)].abort()
+
+
+_BORROWER = "borrower"
+
+
+def _is_written(namespace: Namespace) -> bool:
+    """A borrower inserts pages without anything in them; nobody reads them."""
+    return not namespace.salt.startswith(_BORROWER)
 
 
 async def _borrow(sim: Simulation, cache: CacheRuntime, name: str) -> None:
@@ -317,6 +349,7 @@ def command(plan: Plan, fixed: Fixed) -> str:
         ("workload", fixed.workload),
         ("policy", fixed.policy),
         ("requests", fixed.requests),
+        ("host", fixed.host),
         ("scramble", fixed.scramble),
     ):
         if value is not None:
@@ -355,6 +388,8 @@ def shorten(
         numbers = fewer
     for fault in plan_for(seed, best).faults.on:
         attempt(_with(best, faults=tuple(f for f in plan_for(seed, best).faults.on if f != fault)))
+    if plan_for(seed, best).config.host_bytes:
+        attempt(_with(best, host="none"))
     low, high = 0, last.run.loop.steps
     while low < high and high - low > max(4, high // 16):
         middle = (low + high) // 2

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from phloem.errors import InvalidRequest
-from phloem.runtime.simulation.campaign import Fixed, command, plan_for, run_plan, shorten
+from phloem.runtime.simulation.campaign import HOSTS, Fixed, command, plan_for, run_plan, shorten
 from phloem.runtime.simulation.faults import FAULTS
 from phloem.runtime.simulation.loop import POLICIES, Policy
 from phloem.runtime.simulation.production import PRODUCTION_FAULTS, production
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"with commas: only these may be on; none, all, or of: {', '.join(FAULTS)}",
     )
+    add("--host", choices=HOSTS, help="no host tier, or how it is written")
     add("--requests", type=int, metavar="N", help="requests of a workload")
     add("--prompts", metavar="NUMBERS", help="with commas: only these requests of a workload")
     add("--scramble", type=int, metavar="STEP", help="from this step on, keep asyncio's order")
@@ -107,6 +108,7 @@ def _fixed(options: argparse.Namespace) -> Fixed:
         prompts=_numbers(options.prompts) if options.prompts else None,
         scramble=options.scramble,
         requests=options.requests,
+        host=options.host,
     )
 
 

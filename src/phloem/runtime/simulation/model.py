@@ -22,7 +22,10 @@ from phloem.runtime.layout import ModelLayout, StateSpec
 from phloem.runtime.request import Request
 from phloem.runtime.simulation.tags import STATE_WORDS, TaggedTokens
 
-__all__ = ["QWEN3_NEXT_80B", "Chunk", "CostModel", "Memory", "SimModel", "Violation", "sim_layout"]
+__all__ = [
+    "QWEN3_NEXT_80B", "Chunk", "CostModel", "Memory", "SimModel", "Violation", "Words",
+    "layer_salt", "sim_layout",
+]  # fmt: skip
 
 Words = npt.NDArray[np.int64]
 
@@ -200,13 +203,13 @@ class SimModel:
             for layer, keys in enumerate(self._keys):
                 found = keys[pages].reshape(-1)[:start]
                 self.bytes_checked += found.nbytes
-                if not np.array_equal(found, expected ^ _salt(layer)):
-                    self._report_kv(chunk, table, layer, found, expected ^ _salt(layer))
+                if not np.array_equal(found, expected ^ layer_salt(layer)):
+                    self._report_kv(chunk, table, layer, found, expected ^ layer_salt(layer))
         if slot is None:
             return
         words = chunk.tokens.state(start) if start else np.zeros(STATE_WORDS, np.int64)
         for layer, states in enumerate(self._states):
-            salt = _salt(layer) if start else np.int64(0)
+            salt = layer_salt(layer) if start else np.int64(0)
             self.bytes_checked += words.nbytes
             if not np.array_equal(states[slot], words ^ salt):
                 found = (states[slot] ^ salt).tolist()
@@ -237,7 +240,7 @@ class SimModel:
             low, high = max(start, number * size), min(end, (number + 1) * size)
             inside = slice(low - number * size, high - number * size)
             for layer, keys in enumerate(self._keys):
-                keys[page, inside] = chunk.tokens.kv(low, high) ^ _salt(layer)
+                keys[page, inside] = chunk.tokens.kv(low, high) ^ layer_salt(layer)
                 self._values[layer][page, inside] = np.arange(low, high)
         if slot is not None:
             self._write_state(owner, slot, chunk.tokens.state(end))
@@ -247,10 +250,11 @@ class SimModel:
     def _write_state(self, owner: str, slot: int, words: Words) -> None:
         self._memory.check_write("state", slot, owner)
         for layer, states in enumerate(self._states):
-            states[slot] = words ^ _salt(layer)
+            states[slot] = words ^ layer_salt(layer)
 
 
-def _salt(layer: int) -> np.int64:
+def layer_salt(layer: int) -> np.int64:
+    """What the tags of a layer are combined with, so that layers cannot be mistaken."""
     return np.int64((layer * _LAYER) % 2**63)
 
 

@@ -1,14 +1,16 @@
-"""Who owns each page and slot, rebuilt from events alone.
+"""Who owns each page and slot of both tiers, rebuilt from events alone.
 
-Nothing here looks at the runtime's own ledger. Every change is checked against what the events
+Nothing here looks at the runtime's own ledgers. Every change is checked against what the events
 before it said, and `compare` holds the outcome against the live runtime.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from phloem.actors.actions import TREE, Component, Ids
 from phloem.actors.ledger import FREE, PARKED, Ledger
@@ -19,31 +21,121 @@ from phloem.events import (
     Freed,
     Granted,
     Inserted,
+    Kept,
     Parked,
     RuntimeStarted,
 )
 from phloem.runtime.simulation.model import Violation
 
-__all__ = ["Places"]
+__all__ = ["Places", "TierPlaces"]
 
 _COMPONENTS: tuple[Component, ...] = ("kv", "state")
+_NAMES = 4096  # so many accounts are remembered before those that own nothing are forgotten
+
+
+class TierPlaces:
+    """The owners of one tier's places, and how many steps and copies touch each."""
+
+    def __init__(self, prefix: str, pages: int = 0, states: int = 0) -> None:
+        self.names: dict[int, str] = {}  # accounts by number
+        self._prefix = prefix  # of its places in messages
+        self._owners: dict[Component, Ids] = {
+            "kv": array("i", [FREE] * (pages + 1)),
+            "state": array("i", [FREE] * (states + 1)),
+        }
+        self._touched: dict[Component, Counter[int]] = {c: Counter() for c in _COMPONENTS}
+
+    def move(
+        self, component: Component, ids: Iterable[int], owner: int, to: int, event: Event
+    ) -> None:
+        """Places go from one owner to another; raises `Violation` where they are not `owner`'s."""
+        owners, touched = self._owners[component], self._touched[component]
+        for place in ids:
+            if not 0 < place < len(owners):
+                raise Violation(f"{self._prefix}{component} has no place {place}: {event}")
+            if not self._same(owners[place], owner):
+                raise Violation(f"{self.of(component, place)}: {event}")
+            owners[place] = to
+            if to == FREE and touched[place] > 0:
+                raise Violation(
+                    f"{self._prefix}{component} place {place} is free while a step or copy uses it"
+                )
+
+    def _same(self, owner: int, said: int) -> bool:
+        """One owner's accounts are one: an insert may gather them."""
+        if owner == said:
+            return True
+        return owner > 0 and said > 0 and self.names.get(owner) == self.names.get(said)
+
+    def touch(self, who: str, pages: Iterable[int], states: Iterable[int]) -> None:
+        """`who` uses these from now on; raises `Violation` for one that is free."""
+        for component, places in zip(_COMPONENTS, (pages, states), strict=True):
+            owners, touched = self._owners[component], self._touched[component]
+            for place in places:
+                if owners[place] == FREE:
+                    raise Violation(
+                        f"{who} touches {self._prefix}{component} place {place}, which is free"
+                    )
+                touched[place] += 1
+
+    def untouch(self, pages: Iterable[int], states: Iterable[int]) -> None:
+        """The reverse of `touch`."""
+        self._touched["kv"].subtract(pages)
+        self._touched["state"].subtract(states)
+
+    def holder(self, component: Component, place: int) -> int:
+        """`FREE`, `PARKED`, `TREE`, or an account."""
+        return self._owners[component][place]
+
+    def of(self, component: Component, place: int) -> str:
+        """Which place it is and who owns it, in words."""
+        holder = self._owners[component][place]
+        name = {FREE: "free", PARKED: "parked", TREE: "the tree's"}.get(holder)
+        name = name or f"of {self.names.get(holder, '?')!r} (account {holder})"
+        return f"{self._prefix}{component} place {place} is {name}"
+
+    def compare(self, ledger: Ledger) -> None:
+        """Raise `Violation` where the live ledger differs from what the events said."""
+        for component in _COMPONENTS:
+            live = ledger.pool(component).owners()
+            mine = self._owners[component]
+            if live == mine[1:]:
+                continue
+            for place, owner in enumerate(live, 1):
+                if not self._same(owner, mine[place]):
+                    said = self.of(component, place)
+                    raise Violation(f"{said} by the events, but {owner} in the ledger")
+        if len(self.names) > _NAMES:
+            living = {owner for owners in self._owners.values() for owner in owners}
+            self.names = {number: self.names[number] for number in self.names if number in living}
+
+
+class _Touched(NamedTuple):
+    """What a copy reads or writes."""
+
+    pages: Sequence[int]
+    states: Sequence[int]
+    host_pages: Sequence[int]
+    host_states: Sequence[int]
 
 
 class Places:
     """The owners, as a listener of events; raises `Violation` at the first one that cannot be."""
 
     def __init__(self) -> None:
-        self.touched: dict[Component, Counter[int]] = {c: Counter() for c in _COMPONENTS}
-        self._owners: dict[Component, list[int]] = {c: [] for c in _COMPONENTS}
-        self._names: dict[int, str] = {}  # accounts by number
-        self._copies: dict[int, CopySubmitted] = {}
+        self.device = TierPlaces("")
+        self.host = TierPlaces("host ")
+        self._between: dict[int, tuple[Sequence[int], Sequence[int]]] = {}  # not submitted yet
+        self._copies: dict[int, _Touched] = {}
         self._quiet: set[int] = set()  # of those, the ones that touch nothing any more
+        self._failed: set[int] = set()  # operations whose copy brought nothing
         self._handlers: dict[type[Event], Callable[..., None]] = {
             RuntimeStarted: self._started,
             Granted: self._granted,
             Freed: self._freed,
             Parked: self._parked,
             Inserted: self._inserted,
+            Kept: self._kept,
             CopySubmitted: self._copy_submitted,
             CopyEnded: self._copy_ended,
         }
@@ -57,41 +149,55 @@ class Places:
     # -- events --------------------------------------------------------------------------------
 
     def _started(self, event: RuntimeStarted) -> None:
-        self._owners = {
-            "kv": [FREE] * (event.pages + 1),
-            "state": [FREE] * (event.states + 1),
-        }
+        self.device = TierPlaces("", event.pages, event.states)
+        self.host = TierPlaces("host ", event.host_pages, event.host_states)
+
+    def _tier(self, name: str) -> TierPlaces:
+        return self.host if name == "host" else self.device
 
     def _granted(self, event: Granted) -> None:
-        known = self._names.setdefault(event.account, event.request)
+        tier = self._tier(event.tier)
+        known = tier.names.setdefault(event.account, event.request)
         if known != event.request:
             raise Violation(
                 f"account {event.account} is of {known!r}, granted to {event.request!r}"
             )
-        self._move("kv", event.pages, FREE, event.account, event)
-        self._move("state", event.states, FREE, event.account, event)
+        tier.move("kv", event.pages, FREE, event.account, event)
+        tier.move("state", event.states, FREE, event.account, event)
 
     def _freed(self, event: Freed) -> None:
-        component: Component = "kv" if event.component == "kv" else "state"
-        self._move(component, event.ids, event.owner, FREE, event)
-        for place in event.ids:
-            if self.touched[component][place] > 0:
-                raise Violation(f"{component} place {place} is free while a step or copy uses it")
+        tier = self._tier(event.tier)
+        tier.move(_component(event.component), event.ids, event.owner, FREE, event)
 
     def _parked(self, event: Parked) -> None:
-        self._move("kv", event.pages, event.owner, PARKED, event)
-        self._move("state", event.states, event.owner, PARKED, event)
+        self.device.move("kv", event.pages, event.owner, PARKED, event)
+        self.device.move("state", event.states, event.owner, PARKED, event)
 
     def _inserted(self, event: Inserted) -> None:
-        self._move("kv", event.adopted, event.account, TREE, event)
+        self.device.move("kv", event.adopted, event.account, TREE, event)
         if event.adopted_state:
-            self._move("state", (event.adopted_state,), event.account, TREE, event)
+            self.device.move("state", (event.adopted_state,), event.account, TREE, event)
+
+    def _kept(self, event: Kept) -> None:
+        tier = self._tier(event.tier)
+        owner = tier.names.get(event.account, "")
+        op = int(owner.removeprefix("op ") or 0)
+        if op in self._copies or op in self._failed:
+            what = "failed" if op in self._failed else "is in flight"
+            raise Violation(f"the copy of {owner} {what}, and the tree shows its data: {event}")
+        tier.move(_component(event.component), event.ids, event.account, TREE, event)
+
+    def copies_between(self, op: int, pages: Sequence[int], states: Sequence[int]) -> None:
+        """The copy of `op`, about to be submitted, reads or writes these places of the host."""
+        self._between[op] = (pages, states)
 
     def _copy_submitted(self, event: CopySubmitted) -> None:
         if event.op in self._copies:
             raise Violation(f"copy {event.op} was submitted twice")
-        self._copies[event.op] = event
-        self._touch(f"copy {event.op}", event.pages, event.states)
+        on_host = self._between.pop(event.op, ((), ()))
+        copy = self._copies[event.op] = _Touched(event.pages, event.states, *on_host)
+        self.device.touch(f"copy {event.op}", copy.pages, copy.states)
+        self.host.touch(f"copy {event.op}", copy.host_pages, copy.host_states)
 
     def _copy_ended(self, event: CopyEnded) -> None:
         if event.op not in self._copies:
@@ -99,89 +205,39 @@ class Places:
         self.copy_quiet(event.op)
         del self._copies[event.op]
         self._quiet.discard(event.op)
+        if event.error:
+            self._failed.add(event.op)
 
     def copy_quiet(self, op: int) -> None:
         """The engine has left a copy's memory alone; the runtime may hear of it later."""
         copy = self._copies[op]
         if op not in self._quiet:
             self._quiet.add(op)
-            self._untouch(copy.pages, copy.states)
-
-    def _move(
-        self, component: Component, ids: Iterable[int], owner: int, to: int, event: Event
-    ) -> None:
-        owners = self._owners[component]
-        for place in ids:
-            if not 0 < place < len(owners):
-                raise Violation(f"{component} has no place {place}: {event}")
-            if not self._same(owners[place], owner):
-                raise Violation(
-                    f"{component} place {place} is {self.owner(component, place)}: {event}"
-                )
-            owners[place] = to
-
-    def _same(self, owner: int, said: int) -> bool:
-        """One owner's accounts are one: an insert may gather them."""
-        if owner == said:
-            return True
-        return owner > 0 and said > 0 and self._names.get(owner) == self._names.get(said)
-
-    def _touch(self, who: str, pages: Sequence[int], states: Sequence[int]) -> None:
-        for component, places in zip(_COMPONENTS, (pages, states), strict=True):
-            owners = self._owners[component]
-            for place in places:
-                if owners[place] == FREE:
-                    raise Violation(f"{who} touches {component} place {place}, which is free")
-            self.touched[component].update(places)
-
-    def _untouch(self, pages: Iterable[int], states: Iterable[int]) -> None:
-        self.touched["kv"].subtract(pages)
-        self.touched["state"].subtract(states)
+            self.device.untouch(copy.pages, copy.states)
+            self.host.untouch(copy.host_pages, copy.host_states)
 
     # -- for steps -----------------------------------------------------------------------------
 
     def step_begins(self, pages: Ids, states: Sequence[int]) -> Callable[[], None]:
         """See `Memory.step_begins`."""
-        self._touch("a step", pages, states)
-        return partial(self._untouch, pages, states)
+        self.device.touch("a step", pages, states)
+        return partial(self.device.untouch, pages, states)
 
     def check_write(self, component: Component, place: int, owner: str) -> None:
         """See `Memory.check_write`.
 
         A launched step may still write what was parked or published since.
         """
-        holder = self._owners[component][place]
-        if holder in (PARKED, TREE) or self._names.get(holder) == owner:
-            return
-        raise Violation(
-            f"{owner} writes {component} place {place}, which is {self.owner(component, place)}"
-        )
-
-    # -- against the live runtime --------------------------------------------------------------
-
-    def owner(self, component: Component, place: int) -> str:
-        """Who owns a place, in words."""
-        holder = self._owners[component][place]
-        name = {FREE: "free", PARKED: "parked", TREE: "the tree's"}.get(holder)
-        return name or f"of {self._names.get(holder, '?')!r} (account {holder})"
-
-    def counts(self, component: Component) -> Counter[int]:
-        """Places by owner (`FREE`, `PARKED`, `TREE`, accounts), the reserved one left out."""
-        return Counter(self._owners[component][1:])
-
-    def compare(self, ledger: Ledger) -> None:
-        """Raise `Violation` where the live ledger differs from what the events said."""
-        for component in _COMPONENTS:
-            pool = ledger.pool(component)
-            for place in range(1, pool.size + 1):
-                live = pool.owner_of(place)
-                if not self._same(live, self._owners[component][place]):
-                    raise Violation(
-                        f"{component} place {place} is {self.owner(component, place)} by the "
-                        f"events, but {live} in the ledger"
-                    )
+        device = self.device
+        holder = device.holder(component, place)
+        if holder not in (PARKED, TREE) and device.names.get(holder) != owner:
+            raise Violation(f"{owner} writes, but {device.of(component, place)}")
 
     @property
     def copies(self) -> int:
         """Copies in flight."""
         return len(self._copies)
+
+
+def _component(name: str) -> Component:
+    return "kv" if name == "kv" else "state"

@@ -1,11 +1,11 @@
 """Everything that is checked while a runtime runs, apart from the runtime's own code.
 
-* Ownership: `Places`, rebuilt from events and compared with the live ledger.
-* Order: turns never nest; what turns send is handled in the order in which it was sent.
-* Actions and acknowledgements: each action is carried out once; each copy is submitted once, ends
-  once and is acknowledged once; the tree is asked for room by one allocation at a time.
-* Fairness: allocations are served in order; nobody waits for what is free or could be evicted;
-  nobody waits for ever.
+* Ownership: `places`, rebuilt from events and compared with the live ledgers of both tiers.
+* Bytes: `model`. Whatever a step reads holds the tags that the tokens before it call for; at the
+  end, whatever the tree has, on the device and on the host, does.
+* Order, actions and acknowledgements: `protocol`.
+* Fairness: `fairness`; nobody waits for ever, since a run that stands still is an error.
+* History: the tree, leases and pools as rebuilt from the event log are those that live.
 * Bounds: queues stay within what was promised.
 * The runtime's own audit, and at the end: nothing is owned by anybody who has left.
 """
@@ -19,12 +19,14 @@ from hashlib import blake2b
 import msgspec
 
 from phloem.actors import messages as m
-from phloem.actors.actions import ClearState, CopyState, EvictExcessPathStates, FreeDeviceSlots
 from phloem.actors.allocator import AllocatorActor
+from phloem.actors.host_allocator import HostAllocatorActor
+from phloem.actors.ledger import Ledger
 from phloem.actors.transfer import TransferActor
 from phloem.actors.tree.actor import TreeActor
 from phloem.actors.tree.audit import audit_tree
 from phloem.cuda_streams.engine import Ticket
+from phloem.errors import InvalidRequest
 from phloem.events import (
     Event,
     Evicted,
@@ -37,14 +39,18 @@ from phloem.events import (
     Waited,
 )
 from phloem.runtime.core import Core
+from phloem.runtime.observe.history import History
+from phloem.runtime.observe.state import live_state
+from phloem.runtime.simulation.fairness import Fairness
 from phloem.runtime.simulation.model import Violation
 from phloem.runtime.simulation.places import Places
+from phloem.runtime.simulation.protocol import Protocol
 
 __all__ = ["EventLog", "Watch"]
 
 Handler = Callable[..., object]
 
-_COPIES = (CopyState, ClearState, m.CopyAfter)
+_NODES = 24  # a tree of so many nodes is audited half as often as a small one, and so on
 
 
 class EventLog:
@@ -90,8 +96,9 @@ class Watch:
     """Watches one runtime: a sink of its events that also stands between its actors.
 
     `fail` hears of the first violation. `audit_every`: a whole audit each time so many turns have
-    passed and the domain rests. `leaks_allowed`: leases that are collected unreleased are a fault
-    that was asked for.
+    passed and the domain rests, more where the tree is large (an audit looks at every node).
+    `leaks_allowed`: leases that are collected unreleased are a fault
+    that was asked for. `at_last` is one more check of the end.
     """
 
     def __init__(
@@ -104,40 +111,37 @@ class Watch:
         leaks_allowed: bool = False,
     ) -> None:
         self.places = Places()
+        self.protocol = Protocol(self.places)
+        self.fairness = Fairness(now_ns)
         self.audits = 0
-        self.turns: Counter[str] = Counter()  # messages handled, by kind
-        self.waits_ns: deque[int] = deque(maxlen=10_000)  # how long allocations waited
         self.evicted: Counter[str] = Counter()  # pages, states
         self.queue_max = 0  # messages queued at once
+        self.at_last: list[Callable[[Core], None]] = []
         self._log = log
         self._now_ns = now_ns
         self._fail = fail
         self._audit_every = audit_every
         self._leaks_allowed = leaks_allowed
+        self._history = History()
         self._core: Core | None = None
-        self._busy = ""
-        self._cause = 0
-        self._capped_by = -1  # the turn whose insert was the last to apply the cap of states
         self._audited_at = 0
         self._leases: set[int] = set()
-        self._copies_asked = 0
-        self._copied = 0
-        self._asking = 0
-        self._granted: list[str] = []  # in the current turn
-        self._came_as_holder = False
-        self._waits_as_holder: dict[str, bool] = {}
-        self._waiting_since: dict[m.Allocate, int] = {}
 
     # -- events --------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
         """The sink."""
-        self._log.add(self._now_ns(), event)
+        now_ns = self._now_ns()
+        self._log.add(now_ns, event)
         try:
             self.places(event)
             self._note(event)
+            if self._core is None or self._core.host_ledger is None:
+                self._history.add(now_ns / 1e9, event)
         except Violation as error:
             self._fail(error)
+        except InvalidRequest as error:
+            self._fail(Violation(f"the log contradicts itself: {error}"))
 
     def _note(self, event: Event) -> None:
         match event:
@@ -150,14 +154,16 @@ class Watch:
             case LeaseLeaked() if not self._leaks_allowed:
                 raise Violation(f"a lease of {event.request!r} was lost without release")
             case Waited():
-                self._waits_as_holder[event.request] = event.holder
+                self.fairness.waits(event.request, holder=event.holder)
             case Evicted():
                 self.evicted["pages"] += event.pages
                 self.evicted["states"] += event.states
-            case Granted():
-                self._granted.append(event.request)
-            case RequestEnded() if self._core is not None and event.request in self._core.requests:
-                raise Violation(f"a request ended and is still listed: {event}")
+            case Granted(tier="device"):
+                self.fairness.granted(event.request)
+            case RequestEnded():
+                self.fairness.left(event.request)
+                if self._core is not None and event.request in self._core.requests:
+                    raise Violation(f"a request ended and is still listed: {event}")
             case RuntimeStopped() if event.why != "closed":
                 raise Violation(f"the runtime {event.why}")
             case _:
@@ -174,121 +180,55 @@ class Watch:
     def attach(self, core: Core) -> None:
         """Stand before and behind every handler of every actor."""
         self._core = core
-        actors: tuple[TreeActor | AllocatorActor | TransferActor, ...] = (
+        actors: list[TreeActor | AllocatorActor | TransferActor | HostAllocatorActor] = [
             core.tree_actor,
             core.allocator,
             core.transfer,
-        )
+        ]
+        if core.host_allocator is not None:
+            actors.append(core.host_allocator)
         for actor in actors:
+            grants = actor is core.allocator
             actor.handlers = {
-                kind: self._watched(f"{actor.name} {kind.__name__}", handler)
+                kind: self._watched(f"{actor.name} {kind.__name__}", handler, core, grants=grants)
                 for kind, handler in actor.handlers.items()
             }
 
-    def _watched(self, what: str, handler: Handler) -> Handler:
+    def _watched(self, what: str, handler: Handler, core: Core, *, grants: bool) -> Handler:
+        """`grants`: in these turns allocations are served."""
+        protocol, fairness = self.protocol, self.fairness
+
         def turn(message: object) -> object:
-            core = self._core
-            assert core is not None
-            waiting = list(core.allocator.queue()) if core.ledger.waiting else []
-            self._guard(self._before, what, message, core)
+            waiting: list[m.Allocate] = []
+            try:
+                if grants:
+                    waiting = fairness.begin(message, core)
+                protocol.begin(what, message, core)
+            except Violation as error:
+                self._fail(error)
             try:
                 return handler(message)
             finally:
-                self._busy = ""
-                self._guard(self._after, message, core, waiting)
+                protocol.end()
+                try:
+                    self._check_bound(core)
+                    if grants:
+                        fairness.end(message, core, waiting)
+                except Violation as error:
+                    self._fail(error)
 
         return turn
 
-    def _guard(self, check: Callable[..., None], *args: object) -> None:
-        try:
-            check(*args)
-        except Violation as error:
-            self._fail(error)
-
-    def _before(self, what: str, message: object, core: Core) -> None:
-        self.turns[what] += 1
-        if self._busy:
-            raise Violation(f"turns nest: {what} inside {self._busy}")
-        self._busy = what
-        self._granted.clear()
-        cause = core.domain.cause
-        if cause:
-            if cause < self._cause:
-                raise Violation(f"{what}, sent by turn {cause}, comes after one of {self._cause}")
-            if cause >= core.domain.turns:
-                raise Violation(f"turn {core.domain.turns}, {what}, was sent by turn {cause}")
-            self._cause = cause
-        if isinstance(message, EvictExcessPathStates):
-            self._capped_by = cause
-        elif isinstance(message, FreeDeviceSlots) and cause == self._capped_by:
-            raise Violation(f"duplicates of turn {cause} are freed after its cap was applied")
-        elif isinstance(message, _COPIES):
-            self._copies_asked += 1
-        elif isinstance(message, m.Copied):
-            self._copied += 1
-            if self._copied > self._copies_asked:
-                raise Violation(f"copy {message.op} is acknowledged more often than asked for")
-        elif isinstance(message, m.Allocate):
-            self._came_as_holder = message.owner in self._holding(core)
-        elif isinstance(message, m.MakeRoom) and message.tell:
-            self._asking += 1
-            if self._asking != 1:
-                raise Violation("two allocations ask the tree for room at once")
-        elif isinstance(message, m.MadeRoom):
-            self._asking -= 1
-            if self._asking:
-                raise Violation("an answer about room that nobody asked for")
-
-    def _after(self, message: object, core: Core, before: list[m.Allocate]) -> None:
+    def _check_bound(self, core: Core) -> None:
         domain = core.domain
-        bound = core.config.queue_max + domain.unanswered + 8 * len(core.requests) + 64
-        self.queue_max = max(self.queue_max, domain.queued)
-        if domain.queued > bound:
-            raise Violation(f"{domain.queued} messages are queued, bound {bound}")
-        if before or core.ledger.waiting or core.allocator.waiting:
-            self._check_order(message, core, before, list(core.allocator.queue()))
-
-    # -- fairness ------------------------------------------------------------------------------
-
-    def _check_order(
-        self, message: object, core: Core, before: list[m.Allocate], after: list[m.Allocate]
-    ) -> None:
-        now = self._now_ns()
-        for waiter in after:
-            self._waiting_since.setdefault(waiter, now)
-        left = [waiter for waiter in before if waiter not in after]
-        for waiter in left:
-            self.waits_ns.append(now - self._waiting_since.pop(waiter, now))
-        stayed = [waiter for waiter in before if waiter in after]
-        if stayed != [waiter for waiter in after if waiter in stayed]:
-            raise Violation("allocations that wait have changed places")
-        served = [waiter for waiter in left if waiter.owner in self._granted]
-        if isinstance(message, m.Allocate) and message.owner in self._granted:
-            served.append(message)
-        waiting = [*before, message] if isinstance(message, m.Allocate) else before
-        if not served or self._every_holder_waits(core, waiting):
+        queued = domain.queued
+        if queued <= self.queue_max:
             return
-        for waiter in served:
-            ahead = before
-            if waiter in before:
-                ahead = before[: before.index(waiter)]
-            elif self._came_as_holder:  # in this turn; it goes before all newcomers
-                ahead = [other for other in before if self._waits_as_holder.get(other.owner)]
-            overtaken = [other for other in ahead if other in stayed]
-            if overtaken:
-                raise Violation(
-                    f"allocation of {waiter.owner!r} was served before {overtaken[0].owner!r}'s"
-                )
-
-    def _every_holder_waits(self, core: Core, waiting: list[m.Allocate]) -> bool:
-        names = {waiter.owner for waiter in waiting}
-        # A grant of this very turn has made its owner a holder; it was waiting before.
-        return self._holding(core) <= names
-
-    def _holding(self, core: Core) -> set[str]:
-        owners = {account.owner for account in core.ledger.accounts.values()}
-        owners.update(lease.owner for lease in core.tree.leases.live.values() if lease.boundary)
-        return owners
+        bound = core.config.queue_max + domain.unanswered + 8 * len(core.requests) + 64
+        bound += 4 * len(core.tree.operations)
+        self.queue_max = queued
+        if queued > bound:
+            raise Violation(f"{queued} messages are queued, bound {bound}")
 
     # -- between turns -------------------------------------------------------------------------
 
@@ -299,27 +239,13 @@ class Watch:
             return
         try:
             if core.allocator.waiting:
-                self._nobody_waits_for_nothing(core)
-            if core.domain.turns - self._audited_at >= self._audit_every:
+                self.fairness.at_rest(core)
+            patience = self._audit_every * (1 + core.tree.radix.nodes // _NODES)
+            if core.domain.turns - self._audited_at >= patience:
                 self._audited_at = core.domain.turns
                 self.audit()
         except AssertionError as error:
             self._fail(error)
-
-    def _nobody_waits_for_nothing(self, core: Core) -> None:
-        head = next(core.allocator.queue(), None)
-        if head is None:
-            return
-        kv, state, tree = core.ledger.kv, core.ledger.state, core.tree.figures()
-        if (
-            head.pages <= kv.free + tree.pages_evictable
-            and head.states <= state.free + tree.states_evictable
-        ):
-            raise Violation(
-                f"{head.owner!r} waits for {head.pages} pages and {head.states} states: "
-                f"{kv.free} and {state.free} are free, {tree.pages_evictable} and "
-                f"{tree.states_evictable} can go"
-            )
 
     def audit(self) -> None:
         """Everything that must hold while the domain rests."""
@@ -327,55 +253,55 @@ class Watch:
         assert core is not None
         self.audits += 1
         audit_tree(core.tree)
-        core.ledger.audit()
         core.domain.audit()
-        figures, kv, state = core.tree.figures(), core.ledger.kv, core.ledger.state
-        assert figures.pages == kv.tree, f"{figures.pages} pages of the tree, ledger {kv.tree}"
-        assert figures.states == state.tree, f"{figures.states} states, ledger {state.tree}"
-        self.places.compare(core.ledger)
-        live = set(core.tree.leases.live)
+        figures, host = core.tree.figures(), core.host_ledger
+        _audit_ledger(core.ledger, figures.pages, figures.states)
+        self.places.device.compare(core.ledger)
+        if host is not None:
+            _audit_ledger(host, figures.host_pages, figures.host_states)
+            self.places.host.compare(host)
+        own = {operation.hold.id for operation in core.tree.operations if operation.hold}
+        live = core.tree.leases.live.keys() - own
         if self._leases != live:
             raise Violation(f"leases {self._leases ^ live} differ by the events and live")
         if core.transfer.in_flight != self.places.copies:
             raise Violation(
                 f"{core.transfer.in_flight} copies in flight, {self.places.copies} by the events"
             )
-        open_copies = self._copies_asked - self._copied
-        if open_copies != len(core.tree_actor.operations):
-            raise Violation(
-                f"{open_copies} copies are not acknowledged, the tree knows "
-                f"{len(core.tree_actor.operations)}"
-            )
-        self._all_carried_out(core)
+        self.protocol.at_rest(core)
 
-    def _all_carried_out(self, core: Core) -> None:
-        for kind, where in ((FreeDeviceSlots, "allocator"), (EvictExcessPathStates, "tree")):
-            emitted = core.tree_actor.counts.get(kind.__name__, 0)
-            handled = self.turns[f"{where} {kind.__name__}"]
-            if emitted != handled:
-                raise Violation(f"{emitted} {kind.__name__} were emitted, {handled} carried out")
+    def check_history(self) -> None:
+        """The state as rebuilt from the event log is the live one."""
+        core = self._core
+        assert core is not None
+        rebuilt, live = self._history.state(), live_state(core)
+        for name in live.__struct_fields__:
+            said, found = getattr(rebuilt, name), getattr(live, name)
+            if said != found:
+                raise Violation(f"{name} by the event log: {said}, live: {found}")
 
     def at_end(self) -> None:
         """Everybody has left and every fence has passed: only the tree owns anything."""
         core = self._core
         assert core is not None
         self.audit()
-        kv, state = core.ledger.kv, core.ledger.state
-        for pool in (kv, state):
-            if pool.granted or pool.parked:
-                owners = sorted({account.owner for account in core.ledger.accounts.values()})
-                raise Violation(
-                    f"{pool.component}: {pool.granted} granted (to {owners}) and {pool.parked} "
-                    f"parked places are left at the end"
-                )
+        if core.host_ledger is None:
+            self.check_history()
+        for ledger in (core.ledger, core.host_ledger):
+            if ledger is not None:
+                _check_nothing_owned(ledger)
         figures = core.tree.figures()
         if figures.leases or figures.pages_protected or figures.states_protected:
             owners = sorted(lease.owner for lease in core.tree.leases.live.values())
             raise Violation(f"leases are left at the end, of {owners}: {figures}")
-        if core.requests or core.allocator.waiting or core.tree_actor.operations:
+        if core.requests or core.allocator.waiting:
             raise Violation(
                 f"{sorted(core.requests)} and {core.allocator.waiting} allocations are left"
             )
+        if core.tree_actor.operations or core.tree.operations.live:
+            raise Violation(f"operations are left at the end: {list(core.tree.operations)}")
+        for check in self.at_last:
+            check(core)
 
     def describe(self) -> Iterator[str]:
         """What waits inside the runtime, for the reader of a deadlock."""
@@ -396,3 +322,21 @@ class Watch:
             )
         for number in sorted(core.tree_actor.operations):
             yield f"copy {number} is not acknowledged"
+        for operation in core.tree.operations:
+            yield f"{operation!r} has not ended; {len(operation.waiters)} requests wait for it"
+
+
+def _audit_ledger(ledger: Ledger, pages: int, states: int) -> None:
+    ledger.audit()
+    assert pages == ledger.kv.tree, f"{pages} pages of the tree, ledger {ledger.kv.tree}"
+    assert states == ledger.state.tree, f"{states} states, ledger {ledger.state.tree}"
+
+
+def _check_nothing_owned(ledger: Ledger) -> None:
+    for pool in (ledger.kv, ledger.state):
+        if pool.granted or pool.parked:
+            owners = sorted({account.owner for account in ledger.accounts.values()})
+            raise Violation(
+                f"{pool.component}: {pool.granted} granted (to {owners}) and {pool.parked} "
+                f"parked places are left at the end"
+            )

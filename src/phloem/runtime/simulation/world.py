@@ -20,14 +20,24 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from phloem.cuda_streams.engine import CopyEngine, Post
+from phloem.actors.tree.keys import Namespace
+from phloem.cuda_streams.engine import CopyBatch, CopyEngine, Post
 from phloem.cuda_streams.hazards import HazardChecker
 from phloem.cuda_streams.virtual import VirtualEngine, VirtualStream
+from phloem.errors import HostMemoryShort
 from phloem.runtime.cache import CacheRuntime
-from phloem.runtime.config import CacheConfig
+from phloem.runtime.config import CacheConfig, parse_bytes
 from phloem.runtime.core import Core
+from phloem.runtime.devices import EngineFactory, HostMemoryFactory
+from phloem.runtime.simulation.contents import check_contents
 from phloem.runtime.simulation.draws import Draws, NotDeterministic
-from phloem.runtime.simulation.faults import Faults, FaultyLink, late_post
+from phloem.runtime.simulation.faults import (
+    Faults,
+    FaultyLink,
+    host_memory,
+    late_post,
+    refused_memory,
+)
 from phloem.runtime.simulation.loop import Policy, SimDeadlock, SimLoop
 from phloem.runtime.simulation.model import CostModel, SimModel, Violation
 from phloem.runtime.simulation.watch import EventLog, Watch
@@ -108,17 +118,20 @@ class Simulation:
     # -- runtimes ------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def runtime(self, config: CacheConfig) -> AsyncGenerator[CacheRuntime, None]:
+    async def runtime(
+        self, config: CacheConfig, *, copy_ns: Callable[[CopyBatch], int] | None = None
+    ) -> AsyncGenerator[CacheRuntime, None]:
         """A runtime of the real actors on a virtual engine, with this run's faults.
 
-        Leaving the block normally checks that nothing is owned by anybody any more, once what is
-        in flight has ended; so the scenario must have seen to its requests by then.
+        `copy_ns`: what a copy takes beyond what the link says, for pools that stand for larger
+        ones. Leaving the block normally checks that nothing is owned by anybody any more, once what
+        is in flight has ended; so the scenario must have seen to its requests by then.
         """
         faults = self.faults
         if faults.narrow:
             config = msgspec.structs.replace(config, queue_max=self.rng.randrange(1, 5))
         config = msgspec.structs.replace(config, inline=faults.inline != "off")
-        link = FaultyLink(faults, self.rng, self.inject)
+        link = FaultyLink(faults, self.rng, self.inject, lambda: self.loop.now_ns, copy_ns)
         hazards = HazardChecker()
 
         watch = Watch(
@@ -141,7 +154,7 @@ class Simulation:
             )
 
         self.watches.append(watch)
-        cache = CacheRuntime(config, events=watch, engine=engine)
+        cache = self._made(config, watch, engine)
         async with cache:
             core = cache.core
             watch.attach(core)
@@ -161,10 +174,34 @@ class Simulation:
                 raise Violation(f"memory was used while a copy used it: {hazards.found[0]}")
         self.loop.before_step.remove(watch.at_step)
 
-    def model(self, cache: CacheRuntime, cost: CostModel, *, recheck: bool = True) -> SimModel:
-        """A model over the runtime's pools (its layout must be a `sim_layout`)."""
-        model = SimModel(
-            cache.pools, self.watches[-1].places, cost, self.loop.fail, recheck=recheck
+    def _made(self, config: CacheConfig, watch: Watch, engine: EngineFactory) -> CacheRuntime:
+        """A runtime; without a host tier when the memory for that is refused."""
+        memory: HostMemoryFactory = host_memory
+        if parse_bytes(config.host_bytes) and self.chance("pin_refused"):
+            memory = refused_memory(self.rng.randrange(2))
+        try:
+            return CacheRuntime(config, events=watch, engine=engine, host_memory=memory)
+        except HostMemoryShort:
+            without = msgspec.structs.replace(config, host_bytes=0)
+            return CacheRuntime(without, events=watch, engine=engine)
+
+    def model(
+        self,
+        cache: CacheRuntime,
+        cost: CostModel,
+        *,
+        recheck: bool = True,
+        is_written: Callable[[Namespace], bool] = lambda _: True,
+    ) -> SimModel:
+        """A model over the runtime's pools (its layout must be a `sim_layout`).
+
+        At the end of the runtime all bytes of the tree are compared with the tags of its tokens,
+        but for namespaces that somebody else fills (`is_written`).
+        """
+        watch = self.watches[-1]
+        model = SimModel(cache.pools, watch.places, cost, self.loop.fail, recheck=recheck)
+        watch.at_last.append(
+            lambda core: check_contents(core, cache.pools, cache.host_pools, is_written)
         )
         self.models.append(model)
         return model
@@ -228,6 +265,7 @@ class Simulation:
         for number in range(10_000):
             pools = (core.ledger.kv, core.ledger.state)
             busy = core.transfer.in_flight + core.domain.queued + sum(p.parked for p in pools)
+            busy += len(core.tree.operations)
             late = number < 100 and bool(core.tree.leases.live)  # given up behind a fence
             if not busy and not late and not core.tree.sweeping:
                 return
@@ -314,7 +352,7 @@ def simulate(
         result=result,
         digest=run.log.digest,
         steps=loop.steps,
-        turns=sum(sum(watch.turns.values()) for watch in watches),
+        turns=sum(sum(watch.protocol.turns.values()) for watch in watches),
         audits=sum(watch.audits for watch in watches),
         virtual_s=loop.time(),
         injected=dict(sorted(run.injected.items())),
