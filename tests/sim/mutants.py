@@ -44,7 +44,7 @@ TREE = "actors/tree/tree.py"
 TREE_CORE = "actors/tree/core.py"
 LEASES = "actors/tree/leases.py"
 RADIX = "actors/tree/radix.py"
-EVICTION = "actors/tree/eviction.py"
+COMPONENTS = "actors/tree/components.py"
 REQUEST = "runtime/request.py"
 HOLDING = "runtime/holding.py"
 STANDING = "runtime/standing.py"
@@ -223,13 +223,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "leased KV may go",
-        EVICTION,
+        COMPONENTS,
         "        and not node.leases\n",
         "        and node.leases >= 0\n",
     ),
     Mutant(
         "a leased state may go",
-        EVICTION,
+        COMPONENTS,
         "        and not node.state_leases\n",
         "        and node.state_leases >= 0\n",
     ),

@@ -9,6 +9,7 @@ from tree.support import World, run
 
 from phloem.actors.tree import Namespace, TokenKey, Tree
 from phloem.actors.tree.dump import Dump, dump_tree, picture
+from phloem.actors.tree.results import TreeFigures
 
 
 def small_world() -> World:
@@ -39,9 +40,7 @@ def test_a_picture_of_a_small_tree() -> None:
 
 def test_a_dump_is_data() -> None:
     dump = dump_tree(small_world().tree)
-    assert msgspec.json.decode(msgspec.json.encode(dump.figures)) == msgspec.to_builtins(
-        dump.figures
-    )
+    assert msgspec.json.decode(msgspec.json.encode(dump.figures), type=TreeFigures) == dump.figures
     views = [view for _, space in dump.spaces for view in space]
     assert sum(view.device_pages for view in views) == dump.figures.pages
     assert sum(view.state > 0 for view in views) == dump.figures.states

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tree.support import World, run
 
-from phloem.actors.tree.node import NO_SLOT, SPLIT_RULES, Node
+from phloem.actors.tree.node import NO_SLOT, SPAN_SPLIT_RULES, SPLIT_RULES, Node, Span
 
 CUT, END = 2, 5
 
@@ -19,7 +19,13 @@ def field_names(struct: type[msgspec.Struct]) -> set[str]:
 
 def test_s200_every_field_has_a_rule() -> None:
     assert field_names(Node) == set(SPLIT_RULES)
-    assert set(SPLIT_RULES.values()) <= {"divide", "lower", "copy", "link"}
+    assert field_names(Span) == set(SPAN_SPLIT_RULES)
+    assert set(SPLIT_RULES.values()) | set(SPAN_SPLIT_RULES.values()) <= {
+        "divide",
+        "lower",
+        "copy",
+        "link",
+    }
 
 
 def test_s200_a_field_without_a_rule_is_noticed() -> None:
@@ -41,7 +47,8 @@ def marked_world() -> tuple[World, Node, dict[str, object]]:
     node.stamp, node.state_stamp, node.hits, node.born = 41, 42, 43, 44
     node.priority, node.keep_until, node.sessions, node.mark = 45, 46, 47, 48
     before = {name: getattr(node, name) for name in SPLIT_RULES}
-    for name in set(SPLIT_RULES) - {"parent", "host", "gone_children"}:  # in test_host_splits
+    elsewhere = {"parent", "host", "gone_children", "spans"}  # in test_host_rules, test_window
+    for name in set(SPLIT_RULES) - elsewhere:
         assert before[name], f"{name} has no value to follow"
     return world, node, before
 

@@ -31,7 +31,7 @@ __all__ = [
     "Tier",
 ]
 
-Component: TypeAlias = Literal["kv", "state"]
+Component: TypeAlias = str  # the name of one; see `phloem.actors.tree.components`
 Tier: TypeAlias = Literal["device", "host"]
 Ids: TypeAlias = "array[int]"  # int32 page or slot ids; never written to once handed over
 

@@ -7,9 +7,10 @@ from collections import Counter
 from phloem.actors.actions import Component
 from phloem.actors.tree.audit_host import audit_host
 from phloem.actors.tree.checks import AuditFailed, check
+from phloem.actors.tree.components import SpanComponent
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.keys import TOKEN_BYTES
-from phloem.actors.tree.leases import protected
+from phloem.actors.tree.leases import Lease, protected
 from phloem.actors.tree.node import NO_SLOT, Node, state_anywhere
 from phloem.actors.tree.tree import Tree
 
@@ -23,14 +24,17 @@ def audit_tree(tree: Tree) -> None:
     """
     leases_at: Counter[int] = Counter()
     states_at: Counter[int] = Counter()
+    spans_at: Counter[tuple[int, int]] = Counter()
     for lease in tree.leases.live.values():
         check(lease.live, f"{lease} is listed but ended")
         leases_at[lease.anchor.id] += 1
         states_at[lease.anchor.id] += lease.has_state
+        for span in tree.spans:
+            _count_span(lease, span, spans_at)
     owners = Counter(lease.owner for lease in tree.leases.live.values() if lease.anchor.end)
     check(owners == tree.leases.owners, "the owners of leases are miscounted")
     totals: Counter[str] = Counter()
-    owned: dict[Component, set[int]] = {"kv": set(), "state": set()}
+    owned: dict[Component, set[int]] = {one.name: set() for one in tree.components.all}
     for root in tree.radix.roots.values():
         check(root.parent is None and not root.edge and not len(root.page_ids), "a root has data")
         check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
@@ -40,6 +44,8 @@ def audit_tree(tree: Tree) -> None:
         _audit_links(tree, node)
         _audit_data(tree, node, owned)
         _audit_counts(node, leases_at, states_at)
+        for span in tree.spans:
+            _audit_span(span, node, spans_at, totals)
         _audit_candidates(tree, node)
         totals["nodes"] += 1
         totals["leaves"] += node.children is None
@@ -51,8 +57,8 @@ def audit_tree(tree: Tree) -> None:
         check(not len(tree.operations), "operations of a tree without a host tier")
     else:
         audit_host(tree, tree.host)
-    _audit_index(tree.kv_index, tree.policy.rises_only)
-    _audit_index(tree.state_index, tree.policy.rises_only)
+    for index in tree.indexes:
+        _audit_index(index, tree.policy.rises_only)
     _audit_totals(tree, totals)
     _audit_sessions(tree)
 
@@ -84,16 +90,42 @@ def _audit_data(tree: Tree, node: Node, owned: dict[Component, set[int]]) -> Non
         not node.page_ids or parent.parent is None or bool(parent.page_ids),
         f"node {node.id} has KV on the device, its parent has none",
     )
-    for page in node.pages:
-        if page <= 0 or page in owned["kv"]:  # so many that a message for each would take long
-            raise AuditFailed(f"page {page} of node {node.id} is reserved, or another node's, too")
-        owned["kv"].add(page)
+    for component in tree.components.all:
+        mine = owned[component.name]
+        for place in component.held(node):
+            if place <= 0 or place in mine:  # so many that a message for each would take long
+                name = f"{component.name} place {place} of node {node.id}"
+                raise AuditFailed(f"{name} is reserved, or another node's, too")
+            mine.add(place)
     if node.state != NO_SLOT:
         check(tree.has_states, "a state in a tree without states")
         check(bool(node.page_ids), f"node {node.id} has a state on the device, but no KV")
         check(node.end % tree.grid == 0, f"state of {node.id} at {node.end} is off the grid")
-        check(node.state not in owned["state"], f"state {node.state} stands at two nodes")
-        owned["state"].add(node.state)
+
+
+def _count_span(lease: Lease, span: SpanComponent, spans_at: Counter[tuple[int, int]]) -> None:
+    """Count a lease where it says that it is counted, which is at least where it needs to be."""
+    start, node = lease.spans[span.number], lease.anchor
+    needed = span.needs_from(node.end)
+    check(start <= needed, f"{lease} protects {span.name} from {start} on, not {needed}")
+    while node.parent is not None and node.end > start:
+        spans_at[span.number, node.id] += 1
+        node = node.parent
+    check(node.end == start, f"{lease} protects {span.name} from {start} on, inside a node")
+
+
+def _audit_span(
+    span: SpanComponent,
+    node: Node,
+    spans_at: Counter[tuple[int, int]],
+    totals: Counter[str],
+) -> None:
+    part, pages = node.spans[span.number], span.held(node)
+    count = spans_at[span.number, node.id]
+    check(part.leases == count, f"node {node.id} counts {part.leases} leases of {span.name}")
+    check(len(pages) <= node.page_count, f"{span.name} of {node.id} is longer than its edge")
+    totals[f"{span.name} pages"] += len(pages)
+    totals[f"{span.name} pages protected"] += len(pages) if count else 0
 
 
 def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) -> None:
@@ -113,7 +145,7 @@ def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) 
 
 
 def _audit_candidates(tree: Tree, node: Node) -> None:
-    for index in (tree.kv_index, tree.state_index):
+    for index in tree.indexes:
         if index.eligible(node):
             check(node.id in index, f"candidate {node.id} is in no index")
 
@@ -137,6 +169,9 @@ def _audit_totals(tree: Tree, totals: Counter[str]) -> None:
         "pages_protected": tree.leases.pages_protected,
         "states_protected": tree.leases.states_protected,
     }
+    for span in tree.spans:
+        kept[f"{span.name} pages"] = tree.radix.span_pages[span.number]
+        kept[f"{span.name} pages protected"] = tree.leases.spans_protected[span.number]
     for name, value in kept.items():
         check(value == totals[name], f"{name}: the tree counts {value}, its nodes {totals[name]}")
 

@@ -6,12 +6,13 @@ from array import array
 from typing import NamedTuple
 
 from phloem.actors.actions import EvictExcessPathStates, FreeDeviceSlots, FreeHostSlots, Reserve
-from phloem.actors.tree.core import BACKUP_HITS, Actions, TreeCore
+from phloem.actors.tree.core import BACKUP_HITS, Actions
 from phloem.actors.tree.host import HostTier, has_or_awaits_kv, part_of
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.operations import Operation
 from phloem.actors.tree.residency import check_change
+from phloem.actors.tree.spans import SpanTree
 
 __all__ = ["BackingTree"]
 
@@ -29,7 +30,7 @@ class Abandoned(NamedTuple):
     actions: Actions
 
 
-class BackingTree(TreeCore):
+class BackingTree(SpanTree):
     """A tree that plans backups, and forgets plans."""
 
     def _plan_backups(self, node: Node, actions: Actions) -> None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from math import lcm
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Literal
 
 import msgspec
 
 from phloem.actors.actions import Action, Ids
-from phloem.actors.tree.eviction import CandidateIndex, kv_may_go, state_may_go
+from phloem.actors.tree.components import Components
+from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.former import Former
 from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, mark_of
 from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens
 from phloem.actors.tree.leases import Lease, Leases
-from phloem.actors.tree.node import Node
+from phloem.actors.tree.node import ID_BYTES, Node, Walk
 from phloem.actors.tree.operations import Operations
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import Policy, Score, policy_named
-from phloem.actors.tree.radix import Radix, Walk
-from phloem.actors.tree.results import Match, StateTier, TreeFigures
+from phloem.actors.tree.radix import Radix
+from phloem.actors.tree.results import Match, SpanFigures, StateTier, TreeFigures
 from phloem.actors.tree.running import Running
 from phloem.actors.tree.sessions import Sessions
 from phloem.errors import InvalidRequest, StaleHandle
@@ -32,6 +33,12 @@ Actions = list[Action]
 WritePolicy = Literal["write_through", "selective", "write_back"]
 # At which hit a node is copied to the host; under write-back it is when the node leaves the device.
 BACKUP_HITS: dict[WritePolicy, int] = {"write_through": 1, "selective": 2, "write_back": 0}
+
+
+def _index_bits() -> Iterator[int]:
+    """The bits of `Node.queued` for the indexes of the device tier; the host's has 4 and 8."""
+    yield from (1, 2)
+    yield from (16 << number for number in count())
 
 
 class Look(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +59,8 @@ class TreeCore:
     """The parts of a tree, its construction and its reads; `Tree` adds what changes it.
 
     `host`: there is a host tier, to which data are copied as `write_policy` says: at their first
-    hit, at the second, or when they leave the device.
+    hit, at the second, or when they leave the device. `components` are texts as
+    `phloem.actors.tree.components` explains them.
     """
 
     def __init__(
@@ -71,24 +79,36 @@ class TreeCore:
     ) -> None:
         if page_size < 1 or state_chunk < 1:
             raise InvalidRequest(f"page_size {page_size} and state_chunk {state_chunk} start at 1")
-        if tuple(components) not in (("kv",), ("kv", "state")):
-            raise InvalidRequest(f"unknown components {tuple(components)}")
+        self.components = Components(components, page_size, state_chunk)
+        self.spans = self.components.spans
+        if host and self.spans:
+            raise InvalidRequest(
+                f"no host tier for trees with {self.spans[0].text}: only kv and states are copied"
+            )
         if write_policy not in BACKUP_HITS:
             raise InvalidRequest(f"no write policy {write_policy!r}; there are {[*BACKUP_HITS]}")
         self.page_size = page_size
-        self.has_states = "state" in components
-        self.grid = lcm(page_size, state_chunk) if self.has_states else page_size
+        self.has_states = self.components.has_states
+        self.grid = self.components.grid
+        self._reach = self.components.reach
         self.placement = placement or Placement()
         self.enabled = enabled
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
-        self.radix = self.new_radix(page_size)
-        self.kv_index = self.new_index(1, self.policy.kv_score, kv_may_go)
-        self.state_index = self.new_index(2, self.policy.state_score, state_may_go)
+        self.radix = self.new_radix(page_size, len(self.spans))
+        self.indexes = tuple(
+            self.new_index(bit, component.score_by(self.policy), component.may_go)
+            for bit, component in zip(_index_bits(), self.components.all, strict=False)
+        )
+        self.kv_index, self.state_index, *self.span_indexes = self.indexes
         self.host = self.new_host() if host else None
         self.write_policy: WritePolicy = write_policy
         self.operations = self.new_operations()
         self.radix.on_split = self.operations.divide
-        self.leases = Leases(self.kv_index, self.state_index, self.host)
+        self.radix.on_spans = self._spans_moved
+        self.leases = Leases(
+            *(self.kv_index, self.state_index, self.host),
+            tuple(zip(self.spans, self.span_indexes, strict=True)),
+        )
         self.running = Running(self.radix.page_bytes, self.grid)
         self.sessions = Sessions(sessions_max, self.has_states, self._score_fell)
         self.ghosts = Ghosts(self.radix.page_bytes, ghosts_max)
@@ -96,11 +116,11 @@ class TreeCore:
         self.now: int = 0  # counts uses; the only clock of the tree
         self.time: int = 0  # of the latest message that said its time
         self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
-        self.former = Former(self.radix.page_bytes)
+        self.former = Former(self.radix.page_bytes, self.spans)
 
-    def new_radix(self, page_size: int) -> Radix:
+    def new_radix(self, page_size: int, spans: int) -> Radix:
         """The structure that this tree works on; others may watch theirs."""
-        return Radix(page_size)
+        return Radix(page_size, spans)
 
     def new_host(self) -> HostTier:
         """Its host tier; others may watch theirs."""
@@ -133,6 +153,19 @@ class TreeCore:
         """The device slot of the state at the lease's boundary, or `NO_SLOT`."""
         return lease.anchor.state
 
+    def span_of(self, lease: Lease, number: int) -> Ids:
+        """The pages of a span component that the lease's boundary needs, in order."""
+        anchor, span = lease.anchor, self.spans[number]
+        runs: list[bytes] = []
+        node = anchor
+        start = span.needs_from(anchor.end)
+        while node.parent is not None and node.end > start:
+            runs.append(node.spans[number].page_ids)
+            node = node.parent
+        data = b"".join(reversed(runs))
+        wanted = (anchor.end - start) // self.page_size * ID_BYTES
+        return array("i", data[len(data) - wanted :])
+
     def figures(self) -> TreeFigures:
         """The tree in numbers; costs the same at any size."""
         host = self.host
@@ -160,16 +193,35 @@ class TreeCore:
             pages_protected=self.leases.pages_protected + self.former.pages,
             states=self.radix.states + self.former.states,
             states_protected=self.leases.states_protected + self.former.states,
+            spans=self._span_figures() if self.spans else (),
         )
 
-    def can_evict(self, pages: int, states: int) -> bool:
+    def _span_figures(self) -> tuple[SpanFigures, ...]:
+        former = self.former.span_pages
+        return tuple(
+            SpanFigures(
+                span.name,
+                self.radix.span_pages[number] + former[number],
+                self.leases.spans_protected[number] + former[number],
+            )
+            for number, span in enumerate(self.spans)
+        )
+
+    def can_evict(self, pages: int, states: int, spans: Sequence[int] = ()) -> bool:
         """Whether so much is cached that nothing protects; under write-back it may take a copy."""
         kept_pages, kept_states = self.leases.pages_protected, self.leases.states_protected
         if self.host is not None:
             kept_pages += self.host.pages_leaving
             kept_states += self.host.states_leaving
-        radix = self.radix
-        return pages <= radix.pages - kept_pages and states <= radix.states - kept_states
+        radix, kept_spans = self.radix, self.leases.spans_protected
+        return (
+            pages <= radix.pages - kept_pages
+            and states <= radix.states - kept_states
+            and not any(
+                asked > radix.span_pages[number] - kept_spans[number]
+                for number, asked in enumerate(spans)
+            )
+        )
 
     def beyond_leaving(self, pages: int, states: int) -> tuple[int, int]:
         """What is still short when everything has gone that is leaving the device."""
@@ -197,8 +249,14 @@ class TreeCore:
             raise StaleHandle(f"{lease} " + ("is of another tree" if lease.live else "has ended"))
 
     def _score_fell(self, node: Node) -> None:
-        self.kv_index.lower(node)
-        self.state_index.lower(node)
+        for index in self.indexes:
+            index.lower(node)
+
+    def _spans_moved(self, node: Node) -> None:
+        """A split or merge has given a node pages of spans, which may be candidates there."""
+        for span, index in zip(self.spans, self.span_indexes, strict=True):
+            if span.may_go(node):
+                index.push(node)
 
     def _look(self, key: TokenKey, limit: int | None) -> Look:
         """Where the first `limit` tokens lead; noted in the key until something changes."""
@@ -218,24 +276,20 @@ class TreeCore:
         whole = looked_up // self.page_size * self.page_size
         walk = self.radix.walk(key, whole * TOKEN_BYTES)
         known = (walk.offset + walk.inside) // TOKEN_BYTES
-        anchor: Node | None = None
         branch: int | None = None
         state_tier: StateTier = ""
+        short, short_of = 0, ""
+        anchor, usable = self._reach(walk, len(walk.path), known)
+        if self.spans and usable:
+            reached = usable
+            anchor, usable, short_of = self.components.deepest(walk, usable)
+            short = reached - usable
         if self.has_states:
-            usable = 0
-            for node in reversed(walk.path):
-                if node.state:
-                    anchor, usable, state_tier = node, node.end, "device"
-                    break
-                if node.host is not None and node.host.state:
-                    anchor, usable, state_tier = node, node.end, "host"
-                    break
+            if anchor is not None:
+                state_tier = "device" if anchor.state else "host"
             position = known // self.grid * self.grid
             if position > usable:
                 branch = position
-        else:
-            anchor = walk.path[-1] if walk.path else None
-            usable = known
         device = usable if self.host is None else self._on_device(walk, usable)
         if self.ghosts.any and known < whole:
             past = self._recall(key, walk, whole * TOKEN_BYTES)
@@ -245,12 +299,14 @@ class TreeCore:
             match = Match(
                 key.length, looked_up, usable, device, known, branch, self.page_size, state_tier
             )
+            if short:
+                match = msgspec.structs.replace(match, short=short, short_of=short_of)
             return Look(self.radix, self.radix.version, walk, anchor, match)
         evicted = past.evicted // TOKEN_BYTES
         forgotten = whole - known - evicted if past.forgotten else 0
         match = Match(
             *(key.length, looked_up, usable, device, known, branch, self.page_size, state_tier),
-            *(evicted, forgotten, past.by, past.at),
+            *(evicted, forgotten, past.by, past.at, short, short_of),
         )
         return Look(self.radix, self.radix.version, walk, anchor, match)
 

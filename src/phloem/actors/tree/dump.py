@@ -23,7 +23,7 @@ class NodeView(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     `device_pages` and `host_pages` count pages; `state` and `host_state` are the slots of the state
     at `end`, 0 for none. `moving` says what is under way: `backup`, `load`, `leaving`. `leases`
     lists the owners of the leases anchored here, `state_leases` how many of them took the state;
-    `last` is true for the last child of its parent.
+    `last` is true for the last child of its parent. `spans` counts pages of each span component.
     """
 
     id: int
@@ -46,6 +46,7 @@ class NodeView(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     sessions: int
     children: int
     last: bool
+    spans: tuple[int, ...] = ()
 
 
 class Dump(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -62,6 +63,7 @@ class Dump(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     now: int
     spaces: tuple[tuple[RootName, tuple[NodeView, ...]], ...]
     left_out: int
+    spans: tuple[str, ...] = ()  # a letter for each span component
 
 
 def dump_tree(tree: Tree, limit: int = 1000) -> Dump:
@@ -86,6 +88,7 @@ def dump_tree(tree: Tree, limit: int = 1000) -> Dump:
         now=tree.now,
         spaces=tuple(spaces),
         left_out=tree.radix.nodes - (limit - room),
+        spans=tuple(span.letter for span in tree.spans),
     )
 
 
@@ -133,6 +136,7 @@ def _view(node: Node, depth: int, last: bool, holders: dict[int, list[str]]) -> 
         sessions=node.sessions,
         children=len(node.children or ()),
         last=last,
+        spans=tuple(len(span.page_ids) // ID_BYTES for span in node.spans),
     )
 
 
@@ -148,9 +152,9 @@ def _moving(part: HostPart) -> tuple[str, ...]:
 def picture(dump: Dump) -> str:
     """The dump as lines for a terminal.
 
-    Each node shows its tokens, where it ends, its data (`F` KV and `S` a state on the device, `f`
-    and `s` on the host, `-` nothing) and, where there are any, what is under way, its lease
-    holders, sessions and priority.
+    Each node shows its tokens, where it ends, its data (`F` KV and `S` a state on the device, `W`
+    what it has of a window there, `f` and `s` on the host, `-` nothing) and, where there are any,
+    what is under way, its lease holders, sessions and priority.
     """
     figures = dump.figures
     lines = [
@@ -159,6 +163,10 @@ def picture(dump: Dump) -> str:
         f"pages {figures.pages} ({figures.pages_protected} protected), "
         f"states {figures.states} ({figures.states_protected} protected)",
     ]
+    lines.extend(
+        f"{span.component}: pages {span.pages} ({span.protected} protected)"
+        for span in figures.spans
+    )
     if dump.host:
         lines.append(
             f"host: pages {figures.host_pages} ({figures.host_pages_pinned} pinned), "
@@ -167,7 +175,7 @@ def picture(dump: Dump) -> str:
         )
     for name, views in dump.spaces:
         lines.append(_space_line(name))
-        lines.extend(_node_lines(views, dump.host))
+        lines.extend(_node_lines(views, dump))
     if dump.left_out > 0:
         lines.append(f"... and {dump.left_out} more nodes")
     return "\n".join(lines)
@@ -180,24 +188,26 @@ def _space_line(name: RootName) -> str:
     return ", ".join(filter(None, parts)) or "default namespace"
 
 
-def _node_lines(views: tuple[NodeView, ...], host: bool) -> list[str]:
+def _node_lines(views: tuple[NodeView, ...], dump: Dump) -> list[str]:
     lines: list[str] = []
     bars: list[str] = []  # of the ancestors, one for each depth
     for view in views:
         del bars[view.depth - 1 :]
         drawn = bars[-_DEPTH_SHOWN:]
         branch = "└─ " if view.last else "├─ "
-        lines.append("".join(drawn) + branch + _node_text(view, host))
+        lines.append("".join(drawn) + branch + _node_text(view, dump))
         bars.append("   " if view.last else "│  ")
     return lines
 
 
-def _node_text(view: NodeView, host: bool) -> str:
+def _node_text(view: NodeView, dump: Dump) -> str:
     shown = " ".join(str(token) for token in view.tokens)
     if view.end - view.start > len(view.tokens):
         shown += " .."
     data = ("F" if view.device_pages else "-") + ("S" if view.state != NO_SLOT else "-")
-    if host:
+    for letter, pages in zip(dump.spans, view.spans, strict=True):
+        data += letter if pages else "-"
+    if dump.host:
         data += ("f" if view.host_pages else "-") + ("s" if view.host_state != NO_SLOT else "-")
     text = f"[{shown}] {view.start}-{view.end} {data}"
     if view.moving:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import SCORE_BYTES, Score
 
-__all__ = ["CandidateIndex", "kv_may_go", "state_may_go"]
+__all__ = ["CandidateIndex"]
 
 _SLACK = 64  # entries an index may keep beyond twice its live ones before it is swept
 _ENTRY = SCORE_BYTES + 8  # score, node id
@@ -239,24 +239,3 @@ class CandidateIndex:
             else:
                 self._forget(node)
         return kept
-
-
-def kv_may_go(node: Node) -> bool:
-    """True when the node's KV may leave the device: nothing protects it or is there below it."""
-    return (
-        (node.children is None or len(node.children) == node.gone_children)
-        and not node.leases
-        and not node.protected_children
-        and node.parent is not None
-        and (node.host is None or (node.page_ids != b"" and not node.host.leaving))
-    )
-
-
-def state_may_go(node: Node) -> bool:
-    """True when the node's state may leave the device: no lease has taken it."""
-    return (
-        node.state != NO_SLOT
-        and not node.state_leases
-        and node.parent is not None
-        and (node.host is None or not node.host.state_leaving)
-    )

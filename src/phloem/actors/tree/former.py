@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from phloem.actors.actions import TREE, Action, FreeDeviceSlots, FreeHostSlots
+from phloem.actors.tree.components import SpanComponent
 from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.leases import protected
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
@@ -17,7 +18,8 @@ __all__ = ["Former"]
 class _Freed:
     """Places of nodes that were taken apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Sequence[SpanComponent]) -> None:
+        self.spans = [(span, array("i")) for span in spans]
         self.pages, self.states = array("i"), array("i")
         self.host_pages, self.host_states = array("i"), array("i")
 
@@ -27,6 +29,9 @@ class _Freed:
             yield FreeDeviceSlots("kv", self.pages, TREE)
         if self.states:
             yield FreeDeviceSlots("state", self.states, TREE)
+        for span, pages in self.spans:
+            if pages:
+                yield FreeDeviceSlots(span.name, pages, TREE)
         if self.host_pages:
             yield FreeHostSlots("kv", self.host_pages, TREE)
         if self.host_states:
@@ -36,8 +41,10 @@ class _Freed:
 class Former:
     """The trees of former generations. What their leases protect stays until those end."""
 
-    def __init__(self, page_bytes: int) -> None:
+    def __init__(self, page_bytes: int, spans: Sequence[SpanComponent] = ()) -> None:
         self._page_bytes = page_bytes
+        self._spans = spans
+        self.span_pages = [0] * len(spans)
         self.nodes = 0
         self.pages = 0
         self.states = 0
@@ -62,6 +69,8 @@ class Former:
         self.nodes += radix.nodes
         self.pages += radix.pages
         self.states += radix.states
+        for number, pages in enumerate(radix.span_pages):
+            self.span_pages[number] += pages
         self._frames.extend((root, {}) for root in radix.detach_roots())
 
     def owe(self, actions: list[Action]) -> None:
@@ -74,7 +83,7 @@ class Former:
 
     def sweep(self, limit: int) -> list[Action]:
         """Take apart up to `limit` nodes; their slots go back by action."""
-        freed = _Freed()
+        freed = _Freed(self._spans)
         frames = self._frames
         while frames and limit > 0:
             limit -= 1
@@ -124,6 +133,10 @@ class Former:
         if node.state != NO_SLOT:
             self.states -= 1
             freed.states.append(node.state)
+        for span, pages in freed.spans:
+            held = span.held(node)
+            self.span_pages[span.number] -= len(held)
+            pages.extend(held)
         part = node.host
         if part is not None:
             self.host_pages -= len(part.page_ids) // ID_BYTES

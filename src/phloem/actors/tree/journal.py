@@ -143,8 +143,8 @@ class _JournaledIndex(CandidateIndex):
 
 
 class _JournaledRadix(Radix):
-    def __init__(self, page_size: int, journal: Journal) -> None:
-        super().__init__(page_size)
+    def __init__(self, page_size: int, spans: int, journal: Journal) -> None:
+        super().__init__(page_size, spans)
         self._journal = journal
 
     def root(self, name: RootName) -> Node:
@@ -255,9 +255,9 @@ class JournaledTree(Tree):
         """What changed since it was last read; made before the first change."""
         return Journal()
 
-    def new_radix(self, page_size: int) -> Radix:
+    def new_radix(self, page_size: int, spans: int) -> Radix:
         """See `Tree.new_radix`."""
-        return _JournaledRadix(page_size, self.journal)
+        return _JournaledRadix(page_size, spans, self.journal)
 
     def new_host(self) -> HostTier:
         """See `Tree.new_host`."""

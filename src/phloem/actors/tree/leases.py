@@ -7,8 +7,11 @@ there are nodes whose protection it changes, whatever the depth.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from phloem.actors.tree.components import SpanComponent
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
@@ -45,6 +48,8 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     priority: int = 0
     keep_until: int = 0
     load: int = 0  # the operation that it waits for, 0: none
+    # For each span component: where the first node begins at which the lease is counted.
+    spans: tuple[int, ...] = ()
 
     @property
     def boundary(self) -> int:
@@ -75,15 +80,21 @@ class Leases:
     """The live leases, and the protection they give, in all tiers."""
 
     def __init__(
-        self, kv_index: CandidateIndex, state_index: CandidateIndex, host: HostTier | None = None
+        self,
+        kv_index: CandidateIndex,
+        state_index: CandidateIndex,
+        host: HostTier | None = None,
+        spans: Sequence[tuple[SpanComponent, CandidateIndex]] = (),
     ) -> None:
         self._kv_index = kv_index
         self._state_index = state_index
         self._host = host
+        self._spans = tuple(spans)
         self.live: dict[int, Lease] = {}
         self.owners: dict[str, int] = {}  # how many live leases on data, not on a root, each has
         self.pages_protected = 0
         self.states_protected = 0
+        self.spans_protected = [0] * len(self._spans)
         self._next_id = 0
 
     def take(
@@ -98,7 +109,14 @@ class Leases:
         self._protect(anchor)
         if with_state:
             self._protect_state(anchor)
+        if self._spans:
+            self._protect_spans(lease)
         return lease
+
+    def forget_totals(self) -> None:
+        """The tree was reset: what live leases protect is counted elsewhere."""
+        self.pages_protected = self.states_protected = 0
+        self.spans_protected = [0] * len(self._spans)
 
     def end(self, lease: Lease, now: int, *, former: bool = False) -> None:
         """End a live lease; its anchor counts as used at `now`, unless that is 0.
@@ -108,6 +126,8 @@ class Leases:
         assert lease.live
         if lease.has_state:
             self.end_state(lease, now, former=former)
+        if self._spans:
+            self._unprotect_spans(lease.anchor, lease.spans, now, former)
         self._unprotect(lease.anchor, now, former)
         lease.live = False
         del self.live[lease.id]
@@ -149,10 +169,14 @@ class Leases:
             self.owners[lease.owner] = self.owners.get(lease.owner, 0) + 1
         elif lease.anchor.end and not anchor.end:
             self._owns_less(lease.owner)
-        lease.anchor = anchor
+        before, lease.anchor = lease.anchor, anchor
         if with_state:
             lease.has_state = True
             self._protect_state(anchor)
+        if self._spans:
+            spans = lease.spans
+            self._protect_spans(lease)
+            self._unprotect_spans(before, spans, now, former=False)
 
     def state_appeared(self, node: Node) -> None:
         """A state was put at `node`: it counts as protected at once when it is leased."""
@@ -169,6 +193,13 @@ class Leases:
             self.pages_protected += len(node.page_ids) // ID_BYTES
         if self._host is not None:
             self._host.kv_came(node, protected=protected(node))
+
+    def span_appeared(self, node: Node, number: int, count: int) -> None:
+        """So many more pages of a span are at `node`: protected at once if a lease counts there."""
+        if node.spans[number].leases:
+            self.spans_protected[number] += count
+        else:
+            self._spans[number][1].push(node)
 
     def _owns_less(self, owner: str) -> None:
         others = self.owners[owner] - 1
@@ -222,3 +253,35 @@ class Leases:
                 self.states_protected += 1
             if node.host is not None and self._host is not None:
                 self._host.state_protected(node)
+
+    def _protect_spans(self, lease: Lease) -> None:
+        """Count the lease at the nodes whose spans its boundary needs, whole nodes each."""
+        anchor = lease.anchor
+        starts: list[int] = []
+        for number, (component, _) in enumerate(self._spans):
+            start, node = component.needs_from(anchor.end), anchor
+            while node.parent is not None and node.end > start:
+                span = node.spans[number]
+                span.leases += 1
+                if span.leases == 1:
+                    self.spans_protected[number] += len(span.page_ids) // ID_BYTES
+                node = node.parent
+            starts.append(node.end)
+        lease.spans = tuple(starts)
+
+    def _unprotect_spans(
+        self, anchor: Node, starts: tuple[int, ...], now: int, former: bool
+    ) -> None:
+        """A lease at `anchor` counts no more. Splits since have left both parts counted."""
+        for number, start in enumerate(starts):
+            node = anchor
+            while node.parent is not None and node.end > start:
+                span = node.spans[number]
+                span.leases -= 1
+                assert span.leases >= 0
+                if now > span.stamp:
+                    span.stamp = now
+                if not span.leases and not former and span.page_ids:
+                    self.spans_protected[number] -= len(span.page_ids) // ID_BYTES
+                    self._spans[number][1].push(node)
+                node = node.parent

@@ -14,8 +14,8 @@ from phloem.actors.actions import (
     Places,
     Reserve,
 )
+from phloem.actors.tree.components import kv_may_go, state_may_go
 from phloem.actors.tree.core import Actions
-from phloem.actors.tree.eviction import kv_may_go, state_may_go
 from phloem.actors.tree.host import part_of
 from phloem.actors.tree.keys import TokenKey
 from phloem.actors.tree.leases import Lease

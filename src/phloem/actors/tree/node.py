@@ -19,14 +19,28 @@ __all__ = [
     "NO_MARK",
     "NO_SLOT",
     "SPLIT_RULES",
+    "SPAN_SPLIT_RULES",
     "HostPart",
     "Node",
+    "Span",
+    "Walk",
     "state_anywhere",
 ]
 
 ID_BYTES = 4  # of a page id
 NO_MARK = -1  # no checksum of the prefix has been asked for yet
 NO_SLOT = 0  # slot 0 of a pool is never granted, so it can stand for "none"
+
+
+class Span(msgspec.Struct, gc=False, eq=False):
+    """What a node has of one span component: device pages along the last part of its edge.
+
+    `leases` counts those that need some of it; `stamp` is the latest use of it.
+    """
+
+    page_ids: bytes = b""
+    leases: int = 0
+    stamp: int = 0
 
 
 class HostPart(msgspec.Struct, gc=False, eq=False):
@@ -100,6 +114,7 @@ class Node(msgspec.Struct, gc=False, eq=False):
     queued: int = 0  # one bit for each candidate index that has an entry for the node
     gone_children: int = 0  # children whose KV is not on the device, or is leaving it
     host: HostPart | None = None
+    spans: tuple[Span, ...] = ()  # one for each span component of the tree
 
     @property
     def page_count(self) -> int:
@@ -137,7 +152,9 @@ SPLIT_RULES: dict[str, str] = {
     "queued": "lower",
     "gone_children": "link",
     "host": "link",
+    "spans": "link",
 }
+SPAN_SPLIT_RULES: dict[str, str] = {"page_ids": "divide", "leases": "copy", "stamp": "copy"}
 HOST_SPLIT_RULES: dict[str, str] = {
     "page_ids": "divide",
     "state": "lower",
@@ -151,6 +168,15 @@ HOST_SPLIT_RULES: dict[str, str] = {
     "leaving_children": "link",
     "pins": "link",
 }
+
+
+class Walk(msgspec.Struct, frozen=True, gc=False):
+    """How far a key leads: whole nodes along `path`, then `inside` bytes of `partial`'s edge."""
+
+    path: list[Node]
+    offset: int  # bytes of the key covered by `path`
+    partial: Node | None
+    inside: int
 
 
 def state_anywhere(node: Node) -> bool:

@@ -60,6 +60,11 @@ class Policy:
         """The score of a node's state."""
         return node.state_stamp
 
+    def span_score(self, node: Node, stamp: int, /) -> Score:
+        """The score of a node's part of a span component, which was used last at `stamp`."""
+        del node
+        return stamp
+
     def evicted(self, score: Score, now: int, /) -> None:
         """Told of each victim's score; `now` is the tree's count of uses."""
 
@@ -83,6 +88,11 @@ class Fifo(Policy):
 
     state_score = kv_score
 
+    def span_score(self, node: Node, stamp: int, /) -> Score:
+        """As old as the node."""
+        del stamp
+        return node.born
+
 
 class Lfu(Policy):
     """Least often used first, among equals least recently."""
@@ -96,6 +106,10 @@ class Lfu(Policy):
     def state_score(self, node: Node, /) -> Score:
         """Hits of the node, then the state's recency."""
         return node.hits << _STAMP_BITS | node.state_stamp
+
+    def span_score(self, node: Node, stamp: int, /) -> Score:
+        """Hits of the node, then the span's recency."""
+        return node.hits << _STAMP_BITS | stamp
 
 
 class Slru(Policy):
@@ -113,6 +127,10 @@ class Slru(Policy):
     def state_score(self, node: Node, /) -> Score:
         """The segment of the node, then the state's recency."""
         return (node.hits >= self.twice) << _STAMP_BITS | node.state_stamp
+
+    def span_score(self, node: Node, stamp: int, /) -> Score:
+        """The segment of the node, then the span's recency."""
+        return (node.hits >= self.twice) << _STAMP_BITS | stamp
 
 
 class _First(Policy):
@@ -139,6 +157,10 @@ class _First(Policy):
     def state_score(self, node: Node, /) -> Score:
         """The class, then the other policy's score."""
         return self.class_of(node) << self.within.bits | self.within.state_score(node)
+
+    def span_score(self, node: Node, stamp: int, /) -> Score:
+        """The class, then the other policy's score."""
+        return self.class_of(node) << self.within.bits | self.within.span_score(node, stamp)
 
     def evicted(self, score: Score, now: int, /) -> None:
         """Hand on to the other policy."""
@@ -208,6 +230,11 @@ class BenefitPerByte(Policy):
     def state_score(self, node: Node, /) -> Score:
         """Of the state alone."""
         return self._age(node.state_stamp) + self._saved(node) * self._UNIT // self.state_weight
+
+    def span_score(self, node: Node, stamp: int, /) -> Score:
+        """By age alone: what a span saves is counted with the node's state or KV."""
+        del node
+        return self._age(stamp)
 
     def evicted(self, score: Score, now: int, /) -> None:
         """The cache is as old as the best that it has had to give up."""

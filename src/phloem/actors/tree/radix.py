@@ -6,13 +6,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-import msgspec
-
+from phloem.actors.actions import Ids
+from phloem.actors.tree.components import can_join, divide, join, new_spans
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
-from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, HostPart, Node
+from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, HostPart, Node, Walk
 from phloem.actors.tree.residency import check_change
 
-__all__ = ["MERGED_EDGE_BYTES_MAX", "Radix", "Walk"]
+__all__ = ["MERGED_EDGE_BYTES_MAX", "Radix"]
 
 # A merge copies both edges. Longer chains stay as they are: one node for 16k tokens costs nothing.
 MERGED_EDGE_BYTES_MAX = 64 * 1024
@@ -22,19 +22,13 @@ SPACES_REMEMBERED = 4096  # namespaces whose number is known after their last da
 RootName = tuple[str, str, bytes]
 
 
-class Walk(msgspec.Struct, frozen=True, gc=False):
-    """How far a key leads: whole nodes along `path`, then `inside` bytes of `partial`'s edge."""
-
-    path: list[Node]
-    offset: int  # bytes of the key covered by `path`
-    partial: Node | None
-    inside: int
-
-
 class Radix:
-    """A forest of radix trees, one root for each namespace, whose edges are runs of whole pages."""
+    """A forest of radix trees, one root for each namespace, whose edges are runs of whole pages.
 
-    def __init__(self, page_size: int) -> None:
+    Each node has `spans` spans.
+    """
+
+    def __init__(self, page_size: int, spans: int = 0) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.roots: dict[RootName, Node] = {}
@@ -43,10 +37,14 @@ class Radix:
         self.leaves = 0
         self.pages = 0
         self.states = 0
+        self.span_pages = [0] * spans
         self.version = 0  # rises with every change of what a walk can find
         # Told of the node, the new upper part and its pages when a node that the host tier has to
         # do with is split.
         self.on_split: Callable[[Node, Node, int], None] | None = None
+        # Told of a node whose spans may be more than they were, by a split or a merge.
+        self.on_spans: Callable[[Node], None] | None = None
+        self._spans = spans
         self._next_id = 0
         self._spaces: OrderedDict[RootName, int] = OrderedDict()
         self._next_space = 0
@@ -54,7 +52,10 @@ class Radix:
     def new_node(self, parent: Node | None, edge: bytes, end: int, page_ids: bytes) -> Node:
         """A node with the next id; linking it in is the caller's."""
         self._next_id += 1
-        return Node(self._next_id, parent, edge, end, page_ids)
+        node = Node(self._next_id, parent, edge, end, page_ids)
+        if self._spans:
+            node.spans = new_spans(self._spans)
+        return node
 
     def root(self, name: RootName) -> Node:
         """The root of a namespace, made on first use."""
@@ -122,6 +123,31 @@ class Radix:
         self.states -= 1
         return state
 
+    def put_span(self, node: Node, number: int, page_ids: Ids) -> None:
+        """More pages of a span component for a node, right before those it has."""
+        self.version += 1
+        span = node.spans[number]
+        span.page_ids = page_ids.tobytes() + span.page_ids
+        self.span_pages[number] += len(page_ids)
+
+    def take_span(self, node: Node, number: int, count: int) -> Ids:
+        """Take the first `count` pages of a span component that a node has."""
+        self.version += 1
+        span = node.spans[number]
+        taken = array("i", span.page_ids[: count * ID_BYTES])
+        assert len(taken) == count
+        span.page_ids = span.page_ids[count * ID_BYTES :]
+        self.span_pages[number] -= count
+        return taken
+
+    def cut_span(self, leaf: Node, number: int, count: int) -> Ids:
+        """Take what a leaf has of a span component along its last `count` pages."""
+        span = leaf.spans[number]
+        cut = array("i", span.page_ids[-count * ID_BYTES :])
+        span.page_ids = span.page_ids[: -count * ID_BYTES]
+        self.span_pages[number] -= len(cut)
+        return cut
+
     def attach_leaf(self, parent: Node, edge: bytes, pages: array[int]) -> Node:
         """Hang a new leaf under `parent`."""
         self.version += 1
@@ -165,6 +191,10 @@ class Radix:
         upper.children = {node.edge[: self.page_bytes]: node}
         parent.children[first] = upper
         self.nodes += 1
+        if node.spans:
+            divide(upper, node, len(node.edge) // self.page_bytes)
+            if self.on_spans is not None:
+                self.on_spans(upper)
         return upper
 
     def _split_part(self, node: Node, part: HostPart, upper: Node, ids: int) -> None:
@@ -228,6 +258,8 @@ class Radix:
             return None
         if (node.priority, node.keep_until) != (child.priority, child.keep_until):
             return None
+        if node.spans and not can_join(node, child, len(child.edge) // self.page_bytes):
+            return None
         assert parent.children is not None
         self.version += 1
         child.edge = node.edge + child.edge
@@ -240,6 +272,10 @@ class Radix:
         parent.children[node.edge[: self.page_bytes]] = child
         node.parent = node.children = None
         self.nodes -= 1
+        if child.spans:
+            join(node, child)
+            if self.on_spans is not None:
+                self.on_spans(child)
         return child
 
     def remove(self, leaf: Node) -> Node:
@@ -262,10 +298,16 @@ class Radix:
         self.pages -= leaf.page_count
         if leaf.state != NO_SLOT:
             self.states -= 1
+        if leaf.spans:
+            for number, span in enumerate(leaf.spans):
+                self.span_pages[number] -= len(span.page_ids) // ID_BYTES
         return parent
 
     def cut_tail(self, leaf: Node, count: int) -> array[int]:
-        """Shorten a stateless leaf by its last `count` pages, which are returned."""
+        """Shorten a stateless leaf by its last `count` pages, which are returned.
+
+        What spans have along these is taken before, by `cut_span`.
+        """
         assert leaf.children is None and leaf.state == NO_SLOT and 0 < count < leaf.page_count
         self.version += 1
         tail = array("i", leaf.page_ids[-count * ID_BYTES :])
@@ -289,6 +331,7 @@ class Radix:
         self.roots = {}
         self._root_names = {}
         self.nodes = self.leaves = self.pages = self.states = 0
+        self.span_pages = [0] * self._spans
         return former
 
     def __iter__(self) -> Iterator[Node]:

@@ -106,7 +106,7 @@ class TreeRecorder:
                 format=FORMAT,
                 page_size=tree.page_size,
                 state_chunk=tree.grid,
-                components=("kv", "state") if tree.has_states else ("kv",),
+                components=tree.components.texts,
                 policy=tree.policy.name,
                 placement=tree.placement,
                 enabled=tree.enabled,
@@ -146,6 +146,8 @@ class TreeRecorder:
             return {"excess": [value.node, value.generation]}
         if isinstance(value, (array, range)):
             return {"ids": list(cast("Iterable[int]", value))}
+        if isinstance(value, (tuple, list)):
+            return [self._encode(one) for one in cast("Iterable[object]", value)]
         if isinstance(value, memoryview) or hasattr(value, "__array__"):
             return {"key": self._place(TokenKey.of(cast("Tokens", value)))}
         return msgspec.to_builtins(value)
@@ -220,6 +222,8 @@ def _again(tree: Tree, call: _Call, keys: Mapping[int, TokenKey], number: int) -
 
 
 def _decode(tree: Tree, keys: Mapping[int, TokenKey], value: object) -> object:
+    if isinstance(value, list):
+        return [_decode(tree, keys, one) for one in cast("list[object]", value)]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = cast("dict[str, object]", value).items()

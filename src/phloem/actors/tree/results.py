@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from phloem.actors.actions import Component, Ids, Tier
+from phloem.actors.tree.components import SPANS
 
 __all__ = [
+    "LOST",
     "Ended",
     "Evicted",
     "InsertResult",
@@ -16,11 +18,17 @@ __all__ = [
     "Lost",
     "Match",
     "PagesChanged",
+    "SpanFigures",
     "StateTier",
     "TreeFigures",
 ]
 
-Lost = Literal["last_token", "partial_page", "never_seen", "evicted", "forgotten", "no_state"]
+Lost: TypeAlias = str  # one of LOST
+# Why tokens are not reused: a closed list, with a reason for each component that can be missing.
+LOST: tuple[Lost, ...] = (
+    *("last_token", "partial_page", "never_seen", "evicted", "forgotten", "no_state"),
+    *(f"no_{kind}" for kind in SPANS),
+)
 StateTier = Literal["", "device", "host"]
 
 
@@ -32,7 +40,8 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     deepest grid position beyond `usable` at which a state would turn known KV into a hit. `evicted`
     tokens beyond `kv_prefix` were there and went, the first of them at use `evicted_at` of the tree
     to make room for `evicted_by`; `forgotten` ones were probably there, too long ago to say.
-    `state_tier`: where the state at `usable` is, the device if it is there, too.
+    `state_tier`: where the state at `usable` is, the device if it is there, too. `short` tokens
+    beyond `usable` could be reused but for a span component, `short_of`, evicted in front of them.
     """
 
     tokens: int
@@ -47,6 +56,8 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     forgotten: int = 0
     evicted_by: str = ""
     evicted_at: int = 0
+    short: int = 0
+    short_of: str = ""
 
     @property
     def host(self) -> int:
@@ -63,8 +74,10 @@ class Match(msgspec.Struct, frozen=True, gc=False):
             "never_seen": whole - self.kv_prefix - self.evicted - self.forgotten,
             "evicted": self.evicted,
             "forgotten": self.forgotten,
-            "no_state": self.kv_prefix - self.usable,
+            "no_state": self.kv_prefix - self.usable - self.short,
         }
+        if self.short:
+            counts[f"no_{self.short_of}"] = self.short
         return {reason: count for reason, count in counts.items() if count}
 
 
@@ -82,7 +95,8 @@ class InsertResult(msgspec.Struct, frozen=True, gc=False):
     to the device already. Tokens may be both, if the tree had them on the host only. What is
     neither adopted nor a duplicate remains the caller's.
     `pages_changed` lists the pages of the caller's table that gave way to the tree's own. `state`
-    says what became of the offered slot; in no case does the caller own it any longer.
+    says what became of the offered slot; in no case does the caller own it any longer. `spans` are
+    the pages of each span component that the tree took.
     """
 
     reused: int
@@ -90,6 +104,7 @@ class InsertResult(msgspec.Struct, frozen=True, gc=False):
     adopted: tuple[tuple[int, int], ...]
     state: Literal["adopted", "duplicate", "none"]
     pages_changed: tuple[PagesChanged, ...] = ()
+    spans: tuple[Ids, ...] = ()
 
 
 class Evicted(msgspec.Struct, frozen=True, gc=False):
@@ -102,6 +117,7 @@ class Evicted(msgspec.Struct, frozen=True, gc=False):
     states: int
     pages_promised: int = 0
     states_promised: int = 0
+    spans: tuple[int, ...] = ()  # pages of each span component
 
     def plus(self, other: Evicted) -> Evicted:
         """Both together."""
@@ -136,6 +152,19 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     moved: tuple[int, ...]
 
 
+class SpanFigures(msgspec.Struct, frozen=True, gc=False):
+    """Pages of one span component on the device."""
+
+    component: Component
+    pages: int
+    protected: int
+
+    @property
+    def evictable(self) -> int:
+        """Those that no lease needs."""
+        return self.pages - self.protected
+
+
 class TreeFigures(msgspec.Struct, frozen=True, gc=False):
     """The tree in numbers: nodes, leases, and what it holds, protects and could give.
 
@@ -158,6 +187,7 @@ class TreeFigures(msgspec.Struct, frozen=True, gc=False):
     host_states: int = 0
     host_states_pinned: int = 0
     operations: int = 0
+    spans: tuple[SpanFigures, ...] = ()
 
     @property
     def pages_evictable(self) -> int:

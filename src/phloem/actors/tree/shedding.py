@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
 from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots, FreeHostSlots, Ids
 from phloem.actors.tree.backing import BackingTree
+from phloem.actors.tree.components import SpanComponent, kv_may_go
 from phloem.actors.tree.core import Actions
-from phloem.actors.tree.eviction import kv_may_go
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import HostTier, host_kv_may_go, part_of
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
@@ -31,6 +32,7 @@ class Tally(msgspec.Struct, gc=False):
     states_promised: int = 0
     host_pages: Ids | None = None
     host_states: Ids | None = None
+    spans: tuple[int, ...] = ()  # pages of each span component before
 
     def add_host_pages(self, page_ids: bytes) -> None:
         """These go back to the host's pool, by one action with others."""
@@ -62,16 +64,19 @@ class Tally(msgspec.Struct, gc=False):
 class SheddingTree(BackingTree):
     """A tree that can give up what it holds."""
 
-    def evict(self, pages: int = 0, states: int = 0, by: str = "") -> tuple[Evicted, Actions]:
+    def evict(
+        self, pages: int = 0, states: int = 0, by: str = "", spans: Sequence[int] = ()
+    ) -> tuple[Evicted, Actions]:
         """Free at least so many device pages and states, if nothing protects them.
 
         One joint demand: a state that went with its leaf counts, and no more go than asked. What
         the host has, or gets first under write-back, is only gone from the device. `by`: who needs
-        the room, for those who will ask what became of their data.
+        the room, for those who will ask what became of their data. `spans`: so many pages of each
+        span component, too.
         """
-        if pages < 0 or states < 0:
-            raise InvalidRequest(f"evict of {pages} pages and {states} states")
-        gone = Tally(by, [])
+        if pages < 0 or states < 0 or (spans and min(spans) < 0) or len(spans) > len(self.spans):
+            raise InvalidRequest(f"evict of {pages} pages and {states} states, spans {[*spans]}")
+        gone = self._tally(by)
         while gone.pages < pages:
             popped = self.kv_index.pop()
             if popped is None:
@@ -82,7 +87,12 @@ class SheddingTree(BackingTree):
             if popped is None:
                 break
             self._lose_of_state(popped, gone)
+        for span, wanted in zip(self.spans, spans, strict=False):
+            self._evict_span(span, gone.spans[span.number] - wanted, gone)
         return self._evicted(gone)
+
+    def _tally(self, by: str) -> Tally:
+        return Tally(by, [], spans=tuple(self.radix.span_pages)) if self.spans else Tally(by, [])
 
     def evict_bytes(
         self, nbytes: int, *, page_bytes: int, state_bytes: int, states: int = 0, by: str = ""
@@ -99,7 +109,7 @@ class SheddingTree(BackingTree):
                 f"evict of {nbytes} bytes and {states} states, {page_bytes} bytes a page, "
                 f"{state_bytes} a state"
             )
-        gone = Tally(by, [])
+        gone = self._tally(by)
         while gone.states < states:
             popped = self.state_index.pop()
             if popped is None:
@@ -146,7 +156,26 @@ class SheddingTree(BackingTree):
         """What an eviction has brought; the indexes are swept if they need it."""
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
-        return gone.result(), gone.actions
+        result = gone.result()
+        if gone.spans:
+            result = msgspec.structs.replace(result, spans=self._spans_lost_since(gone.spans))
+        return result, gone.actions
+
+    def _evict_span(self, span: SpanComponent, left: int, gone: Tally) -> None:
+        """Free pages of a span component until the tree has no more than `left`."""
+        number = span.number
+        index, held = self.span_indexes[number], self.radix.span_pages
+        while held[number] > left:
+            popped = index.pop()
+            if popped is None:
+                break
+            score, node = popped
+            self.policy.evicted(score, self.now)
+            missing = held[number] - left
+            if kv_may_go(node) and len(node.spans[number].page_ids) <= missing * ID_BYTES:
+                self._lose_kv(node, gone)  # without them the end of a leaf is no boundary
+            else:
+                self._lose_span(node, span, missing, gone.actions)
 
     # -- victims -------------------------------------------------------------------------------
 
@@ -154,8 +183,10 @@ class SheddingTree(BackingTree):
         """A stateless node loses its last pages on the device; the rest may go later."""
         if self.host is None or (node.host is None and self.write_policy != "write_back"):
             tail = node.edge[-count * self.radix.page_bytes :]
+            cuts = self._cut_spans(node, count)
             cut = self.radix.cut_tail(node, count)
             gone.actions.append(FreeDeviceSlots("kv", cut, TREE))
+            gone.actions.extend(cuts)
             self.ghosts.note(mark_of(node), tail, gone.by, self.now)
             self.kv_index.push(node)
             gone.pages += count
@@ -306,6 +337,8 @@ class SheddingTree(BackingTree):
             actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
         if leaf.state != NO_SLOT:
             actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
+        if self.spans:
+            self._free_spans(leaf, actions)
         stamp = leaf.stamp
         parent = self.radix.remove(leaf)
         self.ghosts.note(mark_of(parent), leaf.edge, by, self.now, leaf.mark)
@@ -409,10 +442,9 @@ class SheddingTree(BackingTree):
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
         self.policy.tick(self.time)
-        self.kv_index.score = self.policy.kv_score
-        self.state_index.score = self.policy.state_score
-        self.kv_index.rebuild()
-        self.state_index.rebuild()
+        for component, index in zip(self.components.all, self.indexes, strict=True):
+            index.score = component.score_by(self.policy)
+            index.rebuild()
 
     def tick(self, time: int) -> None:
         """The time of the message that is about to be handled; priorities and sessions end by it.
@@ -422,8 +454,8 @@ class SheddingTree(BackingTree):
         if time > self.time:
             self.time = time
             self.policy.tick(time)
-            self.kv_index.expire(time)
-            self.state_index.expire(time)
+            for index in self.indexes:
+                index.expire(time)
             self.sessions.expire(time)
 
     def _name_excess(self, node: Node, actions: Actions) -> None:
@@ -467,9 +499,9 @@ class SheddingTree(BackingTree):
         self.generation += 1
         self._forget_operations()
         self.former.take_over(self.radix, self.host)
-        self.leases.pages_protected = self.leases.states_protected = 0
-        self.kv_index.clear()
-        self.state_index.clear()
+        self.leases.forget_totals()
+        for index in self.indexes:
+            index.clear()
         self._named.clear()
         self.running.clear()
         self.sessions.forget()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from phloem.actors.actions import TREE, FreeDeviceSlots, Ids
+from phloem.actors.tree.components import kv_may_go
 from phloem.actors.tree.core import Actions
-from phloem.actors.tree.eviction import kv_may_go
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import part_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
@@ -32,7 +32,8 @@ class Tree(LoadingTree):
     """The radix tree with its leases and candidate indexes.
 
     `state_chunk` is the model's own chunk of positions at which a state may be kept; with pages it
-    makes the grid. `components` is `("kv",)` for pure attention, `("kv", "state")` for hybrids.
+    makes the grid. `components` is `("kv",)` for pure attention, `("kv", "state")` for hybrids,
+    each with `"window:128"` behind them for sliding-window layers of 128 tokens.
     """
 
     def acquire(
@@ -46,7 +47,12 @@ class Tree(LoadingTree):
         key = TokenKey.of(tokens)
         look = self._look(key, limit)
         walk, anchor, match = look.walk, look.anchor, look.match
-        if walk.partial is not None and walk.inside and not self.has_states:
+        if (
+            walk.partial is not None
+            and walk.inside
+            and not self.has_states
+            and match.usable == match.kv_prefix
+        ):
             anchor = self.radix.split(walk.partial, walk.inside)
             walk.path.append(anchor)
         if anchor is None:
@@ -238,7 +244,13 @@ class Tree(LoadingTree):
             self.leases.take_state(lease, former=lease.generation != self.generation)
 
     def check_insert(
-        self, key: TokenKey, length: int, pages: int, state: int, lease: Lease | None
+        self,
+        key: TokenKey,
+        length: int,
+        pages: int,
+        state: int,
+        lease: Lease | None,
+        spans: Sequence[int] = (),
     ) -> int:
         """Check an insert's figures; returns the token position at which its pages start.
 
@@ -272,6 +284,11 @@ class Tree(LoadingTree):
                 raise InvalidRequest("a state was offered, but the model has none")
             if length % self.grid:
                 raise InvalidRequest(f"a state at {length} tokens is off the grid of {self.grid}")
+        if spans and (len(spans) > len(self.spans) or max(spans) > pages):
+            raise InvalidRequest(
+                f"{[*spans]} pages of spans for {pages} pages and components "
+                f"{self.components.texts}: at most as many of each span"
+            )
         return start
 
     def insert(
@@ -285,6 +302,7 @@ class Tree(LoadingTree):
         owner: int = TREE,
         swap: bool = True,
         priority: int = 0,
+        spans: Sequence[Ids] = (),
     ) -> tuple[InsertResult, Actions]:
         """Publish the first `length` tokens (all by default).
 
@@ -292,13 +310,18 @@ class Tree(LoadingTree):
         the slot of the state at exactly `length`. What the tree has already is a duplicate: the
         caller's pages go back by action and `pages_changed` names the tree's own; with
         `swap=False` the caller keeps them. A lease moves to the new boundary in the same turn.
+        `spans`: of each span component the caller's pages for the last tokens of these, as many as
+        it still has.
         """
         key = TokenKey.of(tokens)
         length = key.length if length is None else length
         if not isinstance(pages, array) or pages.typecode != "i":
             pages = array("i", pages)
-        start = self.check_insert(key, length, len(pages), state, lease)
-        return self.insert_checked(key, length, start, pages, state, lease, owner, swap, priority)
+        counts = [*map(len, spans)] if spans else ()
+        start = self.check_insert(key, length, len(pages), state, lease, counts)
+        return self.insert_checked(
+            key, length, start, pages, state, lease, owner, swap, priority, spans
+        )
 
     def insert_checked(
         self,
@@ -311,11 +334,14 @@ class Tree(LoadingTree):
         owner: int,
         swap: bool,
         priority: int = 0,
+        spans: Sequence[Ids] = (),
     ) -> tuple[InsertResult, Actions]:
         """`insert` of what `check_insert` has just let pass; it answered `start`."""
         stop = length // self.page_size * self.radix.page_bytes
         if not self.enabled or not stop:
-            return self._give_all_back(pages if swap else pages[:0], state, owner)
+            return self._give_all_back(
+                pages if swap else pages[:0], state, owner, spans if swap else ()
+            )
         node = lease.anchor if lease is not None else self.radix.root(key.root)
         self.now += 1
         node.stamp = self.now
@@ -347,6 +373,9 @@ class Tree(LoadingTree):
         if priority:
             self._prefer(node, priority, 0)
         outcome = self._offer_state(node, state, owner, actions, arrived=stop == offered)
+        adopted_spans: tuple[Ids, ...] = ()
+        if spans:
+            adopted_spans = self._offer_spans(node, spans, owner if swap else 0, actions)
         if former is not None and former is not node and former.state == NO_SLOT:
             self.radix.merge_into_child(former)
         if self.host is not None and node.parent is not None:
@@ -358,14 +387,20 @@ class Tree(LoadingTree):
         end = stop // TOKEN_BYTES
         adopted = ((present, end),) if end > present else ()
         pages_changed = tuple(changed) if swap else ()
-        return InsertResult(reused, end, adopted, outcome, pages_changed), actions
+        result = InsertResult(reused, end, adopted, outcome, pages_changed, adopted_spans)
+        return result, actions
 
-    def _give_all_back(self, pages: Ids, state: int, owner: int) -> tuple[InsertResult, Actions]:
+    def _give_all_back(
+        self, pages: Ids, state: int, owner: int, spans: Sequence[Ids]
+    ) -> tuple[InsertResult, Actions]:
         actions: Actions = []
         if pages:
             actions.append(FreeDeviceSlots("kv", pages, owner))
         if state != NO_SLOT:
             actions.append(FreeDeviceSlots("state", array("i", (state,)), owner))
+        for span, offered in zip(self.spans, spans, strict=False):
+            if offered:
+                actions.append(FreeDeviceSlots(span.name, offered, owner))
         outcome: Literal["duplicate", "none"] = "none" if state == NO_SLOT else "duplicate"
         return InsertResult(reused=0, published=0, adopted=(), state=outcome), actions
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import get_args
 
 from phloem.actors.tree.placement import Refusal
-from phloem.actors.tree.results import Lost
+from phloem.actors.tree.results import LOST
 from phloem.events import (
     Acquired,
     CopyEnded,
@@ -28,7 +28,6 @@ from phloem.events import (
 
 __all__ = ["COPIES", "ENDED", "EVICTED", "LOST", "REFUSED", "Counts"]
 
-LOST: tuple[str, ...] = get_args(Lost)
 EVICTED: tuple[str, ...] = ("room", "asked", "path_cap")
 REFUSED: tuple[tuple[str, str], ...] = (
     *(("room", why) for why in ("no_room", "deadlock", "left", "ended")),
