@@ -67,6 +67,7 @@ async def serving(
     states: int = 40,
     grid: int = GRID,
     publish: Publish = "prompt",
+    host_bytes: int | str = 0,
 ) -> AsyncIterator[Served]:
     # With attention only a prefix can end at any page: pages of a whole chunk keep the boundaries.
     config = CacheConfig(
@@ -75,6 +76,7 @@ async def serving(
         state_chunk=grid,
         device_pages=pages,
         device_states=states if model.layout.has_states else 0,
+        host_bytes=host_bytes,
     )
     async with CacheRuntime(config) as cache:
         stream = cache.worker_stream("model")
@@ -146,6 +148,24 @@ async def test_s209_every_architecture_gives_cold_outputs_from_a_shared_prefix(
         again = await served.all(prompts, 6)
         assert same(again, cold)
         assert all(done.reused >= 3 * GRID for done in again)
+
+
+async def test_s206_conversations_come_back_over_the_host(model: TransformersModel) -> None:
+    """Turn by turn, with a device pool that holds one conversation and a half."""
+    first = [random_tokens(2 * GRID, 300 + n // 2) + random_tokens(70, 310 + n) for n in range(4)]
+    cold = await without_cache(model, first, 6)
+    second = [
+        prompt + list(done.tokens) + random_tokens(GRID, 320 + number)
+        for number, (prompt, done) in enumerate(zip(first, cold, strict=True))
+    ]
+    colder = await without_cache(model, second, 6)
+    async with serving(model, pages=24, states=4, host_bytes="64MiB") as served:
+        for prompt, wanted in zip((*first, *second), (*cold, *colder), strict=True):
+            (done,) = await served.all([prompt], 6)
+            assert same([done], [wanted])
+            if prompt in second:
+                assert done.reused >= len(first[0]) // GRID * GRID
+        assert served.cache.stats().tokens_loaded > 0
 
 
 async def test_a_state_that_was_changed_behind_the_cache_is_seen(

@@ -117,7 +117,9 @@ async def pair(*, seed: int = 0, pages: int = 12, inline: bool = True) -> AsyncI
 
 @pytest.mark.sim
 @pytest.mark.parametrize("seed", range(2))
-async def test_requests_are_served_from_both_tiers_of_both_ranks(seed: int, inline: bool) -> None:
+async def test_f082_requests_are_served_from_both_tiers_of_two_ranks(
+    seed: int, inline: bool
+) -> None:
     async with pair(seed=seed, inline=inline) as here:
         for _ in range(2):
             for prompt in [*PROMPTS, *PROMPTS[:2]]:

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
-from serving import PAGE, compute, house, opened, read_state, run, seed
+from serving import (
+    PAGE,
+    Row,
+    check_state,
+    compute,
+    digests,
+    forward,
+    house,
+    opened,
+    read_state,
+    run,
+    seed,
+)
 
 from phloem import NoRoom
 from phloem.actors.messages import Audit
@@ -105,3 +119,57 @@ async def test_s185_frees_that_nobody_carries_out_are_noticed(inline: bool) -> N
         assert gone.pages == 2 and actions
         with pytest.raises(AssertionError, match="tree and of the ledger differ"):
             here.cache.core.tree_actor.handlers[Audit](Audit())
+
+
+async def test_s211_padded_rows_write_where_nothing_is_kept(inline: bool) -> None:
+    """A captured graph runs rows that are nobody's: page 0 and slot 0 are theirs in every pass."""
+    async with house(inline=inline, pages=12, states=5) as here:
+        pools = here.cache.pools
+
+        def pad() -> None:
+            for layer in pools.kv.values():
+                layer.k[0], layer.v[0] = -1, -1
+            for named in pools.states.values():
+                named["digest"][0] = -1
+
+        for first in (1, 100, 1, 200, 100):
+            prompt = run(first, 2 * PAGE + 1)
+            request = await opened(here, prompt, len(prompt))
+            assert 0 not in request.page_table() and request.state_slot != 0
+            here.stream.run(pad)
+            await compute(here, request, prompt, len(prompt))  # checks what it builds upon
+            here.stream.run(pad)
+            await request.finish()
+        await here.settled()
+        await here.cache.audit()
+
+
+async def test_s211_a_snapshot_is_in_the_slot_chosen_for_its_pass(inline: bool) -> None:
+    """Passes are launched ahead: when the first ends, another slot is the current one."""
+    prompt = run(1, 3 * PAGE)
+    async with house(inline=inline, snapshot_slots=2) as here:
+        request = await here.cache.open_request(prompt, breakpoints=[PAGE, 2 * PAGE])
+        await request.allocate(len(prompt))
+        await request.ready()
+        leave = threading.Event()
+        here.stream.run(leave.wait)
+        slots = []
+        for end in (PAGE, 2 * PAGE):
+            slot = request.try_snapshot_slot(end)
+            assert slot is not None
+            slots.append(slot)
+            with here.cache.step([request], stream=here.stream) as step:
+                row = Row.of(request, prompt, end, snapshot=(slot, end))
+                work = here.stream.run(forward, here.cache.pools, [row])
+                step.launched({request: end})
+        assert slots[0] != slots[1]
+        leave.set()
+        await step.over()
+        work.result()
+        await request.checkpoint()
+        for slot, end in zip(slots, (PAGE, 2 * PAGE), strict=True):
+            lease = await here.cache.acquire(prompt[: end + 1], owner="look")
+            assert (lease.boundary, lease.state) == (end, slot)
+            check_state(here.cache.pools, slot, digests(prompt), end)
+            lease.release()
+        request.abort()

@@ -119,6 +119,33 @@ async def test_f103_bulk_goes_through_a_window_and_urgent_past_it(bench: Bench) 
     stream.close()
 
 
+async def test_s142_at_most_three_loads_are_on_the_stream(bench: Bench) -> None:
+    """The fourth is deferred: it can still be cancelled, and then it never touches memory."""
+    gate = threading.Event()
+    engine = bench.engine()
+    driver, post = bench.driver, LoopPoster(asyncio.get_running_loop())
+    forward = driver.new_stream("forward")
+    assert isinstance(forward, FakeStream)
+    stream = DeviceStream("forward", forward, driver, post)
+    forward.put(lambda: (gate.wait(), None)[1])
+    after = (stream.record(),)
+    loads = [
+        engine.submit(CopyBatch("h2d", (load(bench, n, n),), after, by_layer=True))
+        for n in range(1, 6)
+    ]
+    other = engine.submit(CopyBatch("d2h", (backup(bench, 9, 9),), after))
+    await loads[2].placed.reached()
+    await other.placed.reached()
+    await asyncio.sleep(0.01)
+    assert [ticket.placed.passed for ticket in loads] == [True, True, True, False, False]
+    loads[3].cancel()
+    gate.set()
+    await engine.drain()
+    assert [ticket.state.value for ticket in loads] == ["done"] * 3 + ["cancelled", "done"]
+    assert loads[3].layers_done == 0
+    stream.close()
+
+
 async def test_cancelled_before_its_launch_it_ends_after_what_it_waits_for(bench: Bench) -> None:
     launcher, running = threading.Event(), threading.Event()
     engine = bench.engine(lambda ticket, _: (ticket.seq == 0 and launcher.wait(10), None)[1])

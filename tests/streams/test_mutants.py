@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     Mutant(
         "bulk has no window", "device.py",
-        "if priority > 0 and not ending", "if priority > 9 and not ending",
+        "return len(on_stream) >= most\n", "return False\n",
         "test_device.py::test_f103_bulk_goes_through_a_window_and_urgent_past_it",
     ),
     Mutant(

@@ -99,7 +99,7 @@ def test_s131_a_copy_has_ended_when_the_last_rank_says_so(bed: Bed) -> None:
     assert slow.done and copy.state is TicketState.DONE and copy.layers_done == LAYERS
 
 
-def test_every_rank_is_sent_the_same_in_one_order(bed: Bed) -> None:
+def test_f082_every_rank_is_sent_the_same_in_one_order(bed: Bed) -> None:
     gate = Fence()
     bed.submit("d2h", bed.backup(1, 1), after=(gate,), label="late")
     bed.submit("h2d", bed.load(2, 2))
@@ -182,6 +182,18 @@ def test_a_pass_waits_on_each_rank_for_the_layers_there(bed: Bed) -> None:
     with pytest.raises(InvalidRequest, match="behind a later one"):
         bed.ranks.ranks[0].enter(made, own[0])
     assert stream.record().passed
+
+
+def test_a_pass_that_arrives_late_takes_nothing_along(bed: Bed) -> None:
+    """Begun before a copy was sent, heard of after it: the copy is still spoken of."""
+    stream = RankedStream("forward", bed.head)
+    down = bed.submit("d2h", bed.backup(1, 2))  # sent at the next round
+    made = stream.begin()
+    bed.run_until(lambda: down.seq in bed.ranks.ranks[1]._tickets)
+    bed.ranks.ranks[1].enter(made, VirtualStream("forward", bed.clock))
+    up = bed.submit("h2d", bed.load(2, 3), requires=(down,))
+    bed.clock.run()
+    assert up.state is TicketState.DONE
 
 
 def test_a_stream_waits_only_for_what_the_ranks_know(bed: Bed) -> None:

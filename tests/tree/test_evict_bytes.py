@@ -56,6 +56,20 @@ def test_what_is_leased_stays() -> None:
     assert reclaim(world, 100, state_bytes=10) == Evicted(4, 1)
 
 
+def test_f084_a_state_is_paid_for_with_kv_when_states_have_to_stay() -> None:
+    """One memory of 8: two states of 1 that are leased, 6 of KV; a third state needs 2."""
+    world = World()
+    leases = []
+    for first in (10, 20):
+        world.publish([first])
+        leases.append(world.pin([first]))
+    world.publish(run(1, 4), state=False)
+    assert reclaim(world, 2, state_bytes=1, states=0) == Evicted(2, 0)
+    assert [world.find(run(1, 4)).walk, world.find([10]).walk, world.find([20]).walk] == [2, 1, 1]
+    for lease in leases:
+        world.unpin(lease)
+
+
 @pytest.mark.parametrize("bad", [(-1, 1, 1, 0), (1, 0, 1, 0), (1, 1, -1, 0), (1, 1, 1, -1)])
 def test_bad_sizes_are_refused(bad: tuple[int, int, int, int]) -> None:
     nbytes, page_bytes, state_bytes, states = bad

@@ -264,6 +264,20 @@ def test_s107_s184_within_a_victim_device_places_go_back_before_host_places() ->
     world.host_kv.move([one for one, who in world.host_kv.owner.items() if who == 99], 99, None)
 
 
+def test_s128_kv_on_the_host_alone_is_known_and_no_boundary() -> None:
+    world = HostWorld()
+    for end in (2, 4):
+        world.publish(run(1, end))
+    world.reclaim_full(10)
+    assert world.reclaim_host(states=1) == (0, 1)
+    assert world.marks() == ["[1, 2]--f-", "[3, 4]--fs"]
+    assert world.look([1, 2, 9]) == (0, 0, 0, 2)
+    assert world.tree.match(world.key([1, 2, 9])).kv_prefix == 2
+    lease = world.open([1, 2, 9])
+    assert (lease.boundary, lease.load, world.copies) == (0, 0, {})
+    world.unpin(lease)
+
+
 def test_s181_a_copy_that_fails_leaves_no_operation_open() -> None:
     world = HostWorld(auto=False)
     world.publish([1, 2])

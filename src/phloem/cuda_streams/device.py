@@ -32,7 +32,8 @@ class DeviceEngine(Dispatcher):
 
     Once a copy is launched its place on the stream cannot be changed. So at most `bulk_window`
     tickets of a positive `priority` are on a stream at a time, and an urgent one waits for no
-    more than those. A cancelled ticket that is launched completes.
+    more than those; of urgent loads at most `load_window`, so that those behind can be cancelled.
+    A cancelled ticket that is launched completes.
 
     Make the pools first: what fills them, on whichever stream, has ended when the engine is made.
     """
@@ -47,13 +48,17 @@ class DeviceEngine(Dispatcher):
         fault: Fault | None = None,
         stage_bytes: int = 16 << 20,
         bulk_window: int = 2,
+        load_window: int = 3,
         now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         super().__init__(post, fault, now_ns)
         driver.settle()
         self._driver = driver
-        self._bulk_window = bulk_window
-        self._bulk: dict[Channel, set[int]] = {channel: set() for channel in CHANNELS}
+        self._windows = bulk_window, load_window
+        # By channel, the tickets on its stream: (bulk, urgent).
+        self._launched: dict[Channel, tuple[set[int], set[int]]] = {
+            channel: (set(), set()) for channel in CHANNELS
+        }
         self._free_ns: dict[Channel, int] = dict.fromkeys(CHANNELS, 0)  # when a stream was last
         self._streams = {channel: driver.new_stream(channel) for channel in CHANNELS}
         self._waiters = {channel: EventWaiter(driver, channel) for channel in CHANNELS}
@@ -86,9 +91,16 @@ class DeviceEngine(Dispatcher):
     def _choose(self, channel: Channel, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
         priority, seq = ready[0]
         ending = self._closed or self._dead is not None or self._open[seq].cancel_asked
-        if priority > 0 and not ending and len(self._bulk[channel]) >= self._bulk_window:
+        if not ending and self._full(channel, bulk=priority > 0):
             return None
         return super()._choose(channel, ready)
+
+    def _full(self, channel: Channel, *, bulk: bool) -> bool:
+        on_stream, urgent = self._launched[channel]
+        most, most_loads = self._windows
+        if bulk:
+            return len(on_stream) >= most
+        return channel == "h2d" and len(urgent) >= most_loads
 
     # -- launching
 
@@ -106,8 +118,8 @@ class DeviceEngine(Dispatcher):
 
     def _launch(self, ticket: Ticket) -> None:
         batch = ticket.batch
-        if batch.priority > 0:
-            self._bulk[batch.channel].add(ticket.seq)
+        bulk, urgent = self._launched[batch.channel]
+        (bulk if batch.priority > 0 else urgent).add(ticket.seq)
         mover, events = self._movers[batch.channel], list[object]()
         layered = [item for item in batch.items if batch.by_layer and mover.can_layer(item)]
         error = self.attempt(ticket, 0, partial(self._begin, ticket, layered))
@@ -185,7 +197,8 @@ class DeviceEngine(Dispatcher):
 
     def _over(self, ticket: Ticket, error: BaseException | None) -> None:
         channel = ticket.batch.channel
-        self._bulk[channel].discard(ticket.seq)
+        for launched in self._launched[channel]:
+            launched.discard(ticket.seq)
         # A stream does one thing after the other: it began when the one before had ended.
         ticket.started_ns = max(ticket.started_ns or 0, self._free_ns[channel])
         self._free_ns[channel] = self._now_ns()

@@ -235,7 +235,7 @@ class Rank:
 
     # A pass comes by another way than the orders, so it may name what they have let us forget.
     def _forget_copies(self, oldest: int) -> None:
-        """The head has heard the end of all before `oldest` that it has sent, from all ranks."""
+        """The head has heard the end of all before `oldest`, from all ranks."""
         self._oldest_copy = max(self._oldest_copy, oldest)
         for copy in [copy for copy in self._tickets if copy < oldest]:
             del self._tickets[copy]

@@ -141,7 +141,7 @@ class RankedEngine(Dispatcher):
         marks = tuple(map(mark_of, waits))
         for fence in waits:
             fence.add_hook(partial(self._began_later, ticket))
-        oldest_copy, oldest_step = self._oldest(ticket.seq)
+        oldest_copy, oldest_step = self._oldest()
         self._joints[ticket.seq] = _Joint(ticket, [0] * len(self._wires))
         self._send(
             Submit(
@@ -167,9 +167,12 @@ class RankedEngine(Dispatcher):
             if rank not in self._lost:
                 wire(order)
 
-    def _oldest(self, copy: int) -> tuple[int, int]:
-        """The first copy and the first pass of which a rank may yet hear."""
-        return min((*self._joints, copy)), min((*self._running, self._steps + 1))
+    def _oldest(self) -> tuple[int, int]:
+        """The first copy and the first pass of which a rank may yet hear; both dicts are in order.
+
+        A copy that is still to be sent counts: what is said of a pass may arrive after it.
+        """
+        return next(iter(self._open), self._seq), next(iter(self._running), self._steps + 1)
 
     def _heard(self, answer: Answer) -> None:
         if answer.rank in self._lost:
@@ -229,7 +232,7 @@ class RankedEngine(Dispatcher):
         """For `RankedStream.begin`."""
         if self._dead is not None:
             raise EngineDead(str(self._dead)) from self._dead
-        oldest_copy, oldest_step = self._oldest(self._seq)
+        oldest_copy, oldest_step = self._oldest()
         self._steps += 1
         self._running[self._steps] = set(range(len(self._wires)))
         return Pass(self._steps, self._sent, waits, oldest_copy, oldest_step)
