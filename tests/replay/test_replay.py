@@ -41,7 +41,9 @@ def test_the_tree_keeps_to_its_bytes(name: str, policy: Policy, admission: Admis
     )
     for request in work.requests:
         decision = cache.serve(request)
-        assert cache.used <= capacity
+        radix = cache.tree.radix
+        used = radix.pages * SMALL.kv_bytes * work.block_size + radix.states * SMALL.state_bytes
+        assert used <= capacity
         assert decision.hit <= decision.prefix <= request.matchable * work.block_size
     audit_tree(cache.tree)
     held = sum(1 for node in cache.tree.radix if node.state)

@@ -18,7 +18,7 @@ class Spot(msgspec.Struct, frozen=True, gc=False):
     """What is known of a request before its data are kept; all positions in pages.
 
     `usable` and `prefix` are of the part that may be matched, `walked` of the whole sequence:
-    how far KV reaches, `inside` an edge if the way parts from others' there. `end` is its length.
+    how far KV reaches, `inside` an edge if the way parts from others' there. `end`: kept so far.
     """
 
     usable: int

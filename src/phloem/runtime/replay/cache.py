@@ -1,8 +1,9 @@
-"""The production tree, served a trace one request after another over one budget of bytes.
+"""The production tree, served a trace one request after another.
 
 A request is looked up, then everything that exists after it is inserted: no concurrency, and no
-memory for requests that run. An insert that does not fit after eviction is skipped. The path just
-matched is never evicted by its own insert.
+memory for requests that run. What is on its own way is never evicted by an insert. Where KV and
+states share bytes, an insert that does not fit after eviction is skipped; where KV has pages of its
+own, as much of a sequence is kept as fits.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.policies import Policy, policy_named
 from phloem.actors.tree.results import Match
-from phloem.errors import InvalidRequest
 from phloem.runtime.costs.model import Geometry
 from phloem.runtime.replay.admission import Admission, AsPlaced, Spot
+from phloem.runtime.replay.memory import Memory, OneBudget
 from phloem.runtime.replay.requests import ReplayRequest, Workload
 from phloem.runtime.replay.served import Decision, Totals
 
-__all__ = ["ReplayCache", "Watching"]
+__all__ = ["Places", "ReplayCache", "Watching"]
 
 _USES_BITS = 12  # uses of a request: its number is a node's stamp without these bits
 
@@ -49,7 +50,10 @@ class Places:
 
 
 class Watching(Policy):
-    """A policy that wants to know more than the tree tells policies."""
+    """A policy that wants to know more than the tree tells policies.
+
+    It gives up states of inner nodes; those on a request's own way are kept from it.
+    """
 
     def matched(self, node: Node) -> None:
         """A request starts from the state at the end of `node`."""
@@ -68,38 +72,39 @@ class Watching(Policy):
 
 
 class ReplayCache:
-    """One tree over `capacity` bytes; None: without a bound."""
+    """One tree over a memory, given by its bytes or as one of `phloem.runtime.replay.memory`.
+
+    Without one it is unbounded. `sessions`: the trace's sessions are told to the tree.
+    """
 
     def __init__(
         self,
         geometry: Geometry,
         block_size: int,
         *,
-        capacity: int | None = None,
+        capacity: int | Memory | None = None,
         policy: str | Policy = "lru",
         admission: Admission | None = None,
         sessions: bool = False,
     ) -> None:
-        if capacity is not None and capacity < 1:
-            raise InvalidRequest(f"a cache of {capacity} bytes")
         self.geometry = geometry
         self.block_size = block_size
-        self.capacity = capacity
+        if isinstance(capacity, int):
+            capacity = OneBudget(capacity, geometry.kv_bytes * block_size, geometry.state_bytes)
+        self.memory = capacity
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
         self.admission = admission or AsPlaced()
         self.sessions = sessions
-        self.page_bytes = geometry.kv_bytes * block_size
-        self.state_bytes = geometry.state_bytes
-        self.tree = Tree(page_size=1, policy=self.policy, placement=self.admission.placement)
+        with_states = self.memory is None or self.memory.has_states
+        self.tree = Tree(
+            page_size=1,
+            components=("kv", "state") if with_states else ("kv",),
+            policy=self.policy,
+            placement=self.admission.placement,
+        )
         self.places = {"kv": Places(), "state": Places()}
         self.totals = Totals()
         self.number = 0
-
-    @property
-    def used(self) -> int:
-        """Bytes of what the tree holds."""
-        radix = self.tree.radix
-        return radix.pages * self.page_bytes + radix.states * self.state_bytes
 
     def run(
         self, workload: Workload, decided: Callable[[Decision], object] | None = None
@@ -126,8 +131,13 @@ class ReplayCache:
             session=request.session if self.sessions else None,
         )
         self.totals.lookup_s += perf_counter() - began
-        if match.usable and isinstance(self.policy, Watching):
-            self.policy.matched(lease.anchor)
+        watching = self.policy if isinstance(self.policy, Watching) else None
+        if watching is not None:
+            tree.release_state(lease)  # the state that was found is used now, none at the end is
+            if match.usable:
+                watching.matched(lease.anchor)
+                tree.kv_index.lower(lease.anchor)
+                tree.state_index.lower(lease.anchor)
         decision = self._keep(request, key, lease, match)
         if self.sessions:
             tree.stand_on(lease)
@@ -137,58 +147,61 @@ class ReplayCache:
 
     def _keep(self, request: ReplayRequest, key: TokenKey, lease: Lease, match: Match) -> Decision:
         """Make room for what is new and insert it, where it fits."""
-        tree, size = self.tree, self.block_size
-        walk = tree.radix.walk(key, len(key.data))
+        tree, size, memory = self.tree, self.block_size, self.memory
+        end = request.blocks if memory is None else memory.longest(request.blocks)
+        walk = tree.radix.walk(key, 4 * end)
         walked = (walk.offset + walk.inside) // 4
-        spot = Spot(match.usable, match.kv_prefix, walked, walk.inside > 0, request.blocks)
+        spot = Spot(match.usable, match.kv_prefix, walked, walk.inside > 0, end)
         has = {node.end for node in walk.path if node.state != NO_SLOT}
         wanted = sorted({*self.admission.positions(tree, lease, spot)} - has - {0})
-        upper: Node | None = None
-        if walk.partial is not None and walk.inside:
-            upper = tree.radix.split(walk.partial, walk.inside)
-        guarded = upper or (walk.path[-1] if walk.path else lease.anchor)
-        guard = tree.leases.take(guarded, key, "replay", tree.generation, with_state=False)
-        need = (request.blocks - walked) * self.page_bytes + len(wanted) * self.state_bytes
-        pages, states = self._make_room(need)
-        fits = self.capacity is None or self.used + need <= self.capacity
+        guarded = walk.partial or (walk.path[-1] if walk.path else lease.anchor)
+        if walk.partial is not None and self.policy.apart:
+            guarded = tree.radix.split(walk.partial, walk.inside)
+        guards = [tree.leases.take(guarded, key, "replay", tree.generation, with_state=False)]
+        if isinstance(self.policy, Watching):
+            guards += [
+                tree.leases.take(node, key, "replay", tree.generation, with_state=True)
+                for node in (*walk.path, guarded)
+                if node.state != NO_SLOT
+            ]
+        evicted, fits = self._make_room(end - walked, len(wanted))
         if fits:
-            self._insert(key, lease, wanted)
-        tree.leases.end(guard, 0)
-        if upper is not None and upper.parent is not None and not upper.leases:
-            tree.radix.merge_into_child(upper)
+            self._insert(key, lease, wanted, end)
+        for guard in guards:
+            tree.leases.end(guard, 0)
         return Decision(
             request=self.number - 1,
             hit=match.usable * size,
             prefix=match.kv_prefix * size,
             states=tuple(at * size for at in wanted) if fits else (),
             skipped=not fits,
-            evicted=(pages, states),
+            evicted=evicted,
         )
 
-    def _make_room(self, need: int) -> tuple[int, int]:
-        """Evict what is missing for `need` bytes; returns the pages and states that went."""
-        if self.capacity is None or self.used + need <= self.capacity:
-            return 0, 0
-        tree, policy = self.tree, self.policy
+    def _make_room(self, pages: int, states: int) -> tuple[tuple[int, int], bool]:
+        """Evict what is missing; returns the pages and states that went, and whether it helped.
+
+        What no eviction could make room for evicts nothing.
+        """
+        tree, policy, memory = self.tree, self.policy, self.memory
+        if memory is None or memory.fits(tree.radix, pages, states):
+            return (0, 0), True
+        if not memory.could_fit(pages, states):
+            return (0, 0), False
         began = perf_counter()
         if isinstance(policy, Watching) and policy.before_eviction(tree, self.number - 1):
             tree.kv_index.rebuild()
             tree.state_index.rebuild()
-        gone, actions = tree.evict_bytes(
-            self.used + need - self.capacity,
-            page_bytes=self.page_bytes,
-            state_bytes=self.state_bytes,
-        )
+        gone, actions = memory.evict(tree, pages, states)
         self.totals.eviction_s += perf_counter() - began
         self.totals.evictions += 1
         self._carry_out(actions)
-        return gone.pages, gone.states
+        return (gone.pages, gone.states), memory.fits(tree.radix, pages, states)
 
-    def _insert(self, key: TokenKey, lease: Lease, wanted: list[int]) -> None:
+    def _insert(self, key: TokenKey, lease: Lease, wanted: list[int], end: int) -> None:
         """Insert a key as its request would have: up to each position with a state, then whole."""
         tree = self.tree
-        whole = key.length
-        for at in wanted if wanted and wanted[-1] == whole else [*wanted, whole]:
+        for at in wanted if wanted and wanted[-1] == end else [*wanted, end]:
             state = self.places["state"].take(1)[0] if at in wanted else NO_SLOT
             pages = self.places["kv"].take(at - lease.boundary)
             self._carry_out(tree.insert(key, pages, state, lease, length=at)[1])

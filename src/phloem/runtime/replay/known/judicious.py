@@ -11,9 +11,10 @@ from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import KEEP, Policy, Score
 from phloem.runtime.replay.admission import Spot
 
-__all__ = ["Judicious", "LeafLru"]
+__all__ = ["NONE_WANTED", "Judicious", "LeafLru"]
 
-NOTHING_WANTED = Placement(branch=False, end_of_prompt=False, end_of_response=False)
+NONE_WANTED = Placement(branch=False, end_of_prompt=False, end_of_response=False)
+"""The tree is not asked: an admission decides."""
 
 
 class Judicious:
@@ -23,7 +24,7 @@ class Judicious:
     (arXiv 2411.19379). `every`: also at each multiple of so many pages of the new part.
     """
 
-    placement = NOTHING_WANTED
+    placement = NONE_WANTED
 
     def __init__(self, every: int | None = None) -> None:
         self.every = every
