@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from phloem.actors.tree import Tree
-from phloem.actors.tree.eviction import kv_may_go, state_may_go
+from phloem.actors.tree.components import kv_may_go, state_may_go
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import KEEP, Score
 from phloem.runtime.costs.model import Geometry
