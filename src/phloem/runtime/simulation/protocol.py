@@ -3,8 +3,8 @@
 * What turns send is handled in the order in which it was sent, and turns never nest.
 * Each action is carried out once. The cap of a path comes after the duplicates of its insert.
 * Each copy is asked for once, and acknowledged once, when it has ended.
-* Each reservation is answered once, before the domain rests; those of the host tier are granted
-  in order.
+* Each reservation is answered once, before the domain rests; on the device it may also stand in
+  line for what is leaving, and those of the host tier are granted in order.
 * The tree is asked for room by one allocation at a time, in each tier.
 """
 
@@ -138,9 +138,13 @@ class Protocol:
 
     def at_rest(self, core: Core) -> None:
         """Nothing is queued: everything sent has been handled."""
-        for tier, waiting in self._reserving.items():
-            if waiting:
-                raise Violation(f"reservations {waiting} on the {tier} were not answered")
+        in_line = {message.owner for message in core.allocator.queue()}
+        late = [op for op in self._reserving["device"] if f"op {op}" not in in_line]
+        if late or self._reserving["host"]:
+            raise Violation(
+                f"reservations {late} on the device, {self._reserving['host']} on the host were "
+                "not answered"
+            )
         copying = set(core.tree_actor.operations)
         copying.update(
             operation.number

@@ -49,6 +49,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+_PATIENCE_S = 86_400.0
 _COLLECT_STEPS = 200_000  # garbage is collected at these steps only, so that finalisers repeat
 
 
@@ -130,7 +131,11 @@ class Simulation:
         faults = self.faults
         if faults.narrow:
             config = msgspec.structs.replace(config, queue_max=self.rng.randrange(1, 5))
-        config = msgspec.structs.replace(config, inline=faults.inline != "off")
+        # However long a copy hangs: giving up on one takes a real thread, and here are none.
+        patience = max(config.close_timeout_s, _PATIENCE_S)
+        config = msgspec.structs.replace(
+            config, inline=faults.inline != "off", close_timeout_s=patience
+        )
         link = FaultyLink(faults, self.rng, self.inject, lambda: self.loop.now_ns, copy_ns)
         hazards = HazardChecker()
 
