@@ -178,3 +178,50 @@ async def test_a_release_after_a_cancelled_insert_gives_back_what_is_left() -> N
         stats = cache.stats()
         assert (stats.kv.tree, stats.kv.granted, stats.kv.free) == (2, 0, 14)
         await cache.audit()
+
+
+def _with_host(**changes: object) -> CacheConfig:
+    return _config(host_bytes="1MiB", write_policy="write_back", **changes)
+
+
+async def _cached(cache: CacheRuntime, tokens: list[int]) -> None:
+    """Whole pages in the tree, and a state at their end."""
+    grant = await cache.allocate(pages=len(tokens) // 4, states=1, owner="cached")
+    await cache.insert(tokens, pages=grant.pages, state=grant.states[0])
+
+
+def test_a_reset_keeps_what_a_backup_still_reads() -> None:
+    """Pages that were leaving the device went back to the pool while they were copied."""
+
+    async def scenario(sim: Simulation) -> None:
+        async with sim.runtime(_with_host()) as cache:
+            await _cached(cache, list(range(16)))
+            gone = await cache.evict(pages=2)
+            assert gone.pages_promised == 4
+            await cache.reset()
+            assert cache.stats().kv.free == 12  # sooner or later; not while they are read
+            await asyncio.sleep(60)
+            assert cache.stats().kv.free == 16
+
+    explore(scenario, range(4), faults=lambda _: Faults(copy_hang=1.0))
+
+
+def test_room_that_a_load_gives_up_goes_to_who_waits() -> None:
+    """A load found no room and its lease fell back; nobody told the allocation that waited."""
+
+    async def scenario(sim: Simulation) -> None:
+        async with sim.runtime(_with_host(device_pages=8)) as cache:
+            common, one, other = range(8), range(10, 18), range(20, 28)
+            await _cached(cache, [*common, *one])
+            await _cached(cache, [*common, *other])
+            assert (await cache.evict(pages=4)).pages_promised == 4
+            await asyncio.sleep(60)  # the two ends are on the host only, the beginning is not
+            held = await cache.allocate(pages=6, owner="held")
+            waits = asyncio.create_task(cache.allocate(pages=2, owner="waits"))
+            await asyncio.sleep(0.0001)  # for the beginning, which is being copied
+            async with await cache.acquire([*common, *one], whole=True) as lease:
+                assert (await lease.ready()).usable == 0
+                cache.release(await waits)
+            cache.release(held)
+
+    explore(scenario, range(4), faults=lambda _: Faults(copy_hang=1.0))

@@ -76,7 +76,14 @@ class TreeActor:
         self.tiers: Tiering | None = None
         if host_ledger is not None:
             self.tiers = Tiering(
-                domain, tree, ledger, host_ledger, self._dispatch, self, self._tell
+                domain,
+                tree,
+                ledger,
+                host_ledger,
+                self._dispatch,
+                self,
+                self._let_waiters_retry,
+                self._tell,
             )
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
@@ -391,7 +398,6 @@ class TreeActor:
             self.tiers.copied(message)
             if self.tree.sweeping:
                 self._domain.send(self, m.Sweep())
-            self._let_waiters_retry()
             return
         lease = operation.lease
         if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from phloem.actors.actions import EvictExcessPathStates, FreeDeviceSlots, FreeHostSlots, Reserve
 from phloem.actors.tree.core import BACKUP_HITS, Actions
 from phloem.actors.tree.host import HostTier, has_or_awaits_kv, part_of
+from phloem.actors.tree.keys import TokenKey
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.operations import Operation
@@ -16,6 +17,7 @@ from phloem.actors.tree.spans import SpanTree
 
 __all__ = ["BackingTree"]
 
+_NO_KEY = TokenKey(b"")
 _CLIMB_MAX = 256  # nodes without a copy that one turn looks at above another
 
 
@@ -149,6 +151,12 @@ class BackingTree(SpanTree):
             actions.append(free("state", array("i", (operation.slot,)), operation.account))
         self.operations.end(operation)
         self._let_go(operation)
+
+    def _hold(self, operation: Operation, anchor: Node) -> Lease:
+        """Protect what an operation reads, and the path to it."""
+        with_state = operation.state_node is anchor
+        owner = f"op {operation.number}"
+        return self.leases.take(anchor, _NO_KEY, owner, operation.generation, with_state=with_state)
 
     def _let_go(self, operation: Operation) -> None:
         """The operation protects nothing any more."""

@@ -17,7 +17,6 @@ from phloem.actors.actions import (
 from phloem.actors.tree.components import kv_may_go, state_may_go
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.host import part_of
-from phloem.actors.tree.keys import TokenKey
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.operations import Operation
@@ -27,8 +26,6 @@ from phloem.actors.tree.shedding import SheddingTree, Tally
 from phloem.errors import InvalidRequest
 
 __all__ = ["LoadingTree"]
-
-_NO_KEY = TokenKey(b"")
 
 
 class _Ending(NamedTuple):
@@ -94,12 +91,6 @@ class LoadingTree(SheddingTree):
         lease.load = operation.number
         operation.waiters[lease.id] = lease
 
-    def _hold(self, operation: Operation, anchor: Node) -> Lease:
-        """Protect what an operation reads, and the path to it."""
-        with_state = operation.state_node is anchor
-        owner = f"op {operation.number}"
-        return self.leases.take(anchor, _NO_KEY, owner, self.generation, with_state=with_state)
-
     def _leave_load(self, lease: Lease) -> None:
         """A lease waits no longer. A load that nobody waits for is dropped, unless it is copied."""
         operation = self.operations.live.get(lease.load)
@@ -142,20 +133,13 @@ class LoadingTree(SheddingTree):
         if states:
             operation.slot = states[0]
         if operation.kind == "backup":
-            self._hold_source(operation)
+            source = part_of(operation.source)
+            if not source.leaving and not source.state_leaving:  # else whoever uses it keeps it
+                operation.hold = self._hold(operation, operation.source)
         operation.step("submitted")
         items = self._items(operation)
         copy = BackupToHost if operation.kind == "backup" else LoadToDevice
         return [copy(number, items)]
-
-    def _hold_source(self, operation: Operation) -> None:
-        """Protect what a backup reads, unless it is to go: then whoever uses it keeps it."""
-        node = operation.state_node
-        if node is None:
-            node = operation.top_down()[-1].node
-        part = part_of(node)
-        if not part.leaving and not part.state_leaving:
-            operation.hold = self._hold(operation, node)
 
     def _items(self, operation: Operation) -> tuple[Places, ...]:
         backup = operation.kind == "backup"

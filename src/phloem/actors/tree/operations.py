@@ -97,6 +97,11 @@ class Operation:
         self.pieces[node.id] = Piece(node, self.pages, count)
         self.pages += count
 
+    @property
+    def source(self) -> Node:
+        """The deepest node of which a backup reads something."""
+        return self.top_down()[-1].node if self.state_node is None else self.state_node
+
     def top_down(self) -> list[Piece]:
         """The pieces in the order of their pages."""
         return sorted(self.pieces.values(), key=lambda piece: piece.first)

@@ -510,6 +510,9 @@ class SheddingTree(BackingTree):
     def _forget_operations(self) -> None:
         """Plans are dropped; what is being copied keeps its targets and its hold until its end."""
         for operation in list(self.operations):
+            reads = operation.phase == "submitted" and operation.outcome is None
+            if reads and operation.hold is None and (operation.pieces or operation.state_node):
+                operation.hold = self._hold(operation, operation.source)
             for lease in operation.waiters.values():
                 lease.load = 0
             operation.waiters.clear()

@@ -34,9 +34,11 @@ class Tiering:
         host: Ledger,
         dispatch: Callable[[Actions], None],
         tree_actor: Actor,
+        let_waiters_retry: Callable[[], None],
         tell: Teller | None = None,
     ) -> None:
         self._tell = tell
+        self._let_waiters_retry = let_waiters_retry
         self._tree_actor = tree_actor
         self._domain = domain
         self._tree = tree
@@ -117,6 +119,7 @@ class Tiering:
             self._answer_all(number)
         for number in (*ended.ready, *ended.moved):
             self._wake(number)
+        self._let_waiters_retry()  # what it protected may go, what was to go may have gone
 
     def _keep(self, kept: Kept) -> None:
         ledger, count = self._ledgers[kept.tier], len(kept.ids)

@@ -277,6 +277,7 @@ async def _borrow(sim: Simulation, cache: CacheRuntime, name: str) -> None:
         await asyncio.sleep(rng.expovariate(5.0))
         tokens = [rng.randrange(2) for _ in range(size * rng.randrange(1, 4))]
         async with await cache.acquire(tokens, namespace=namespace, owner=name, whole=True) as held:
+            await held.ready()
             missing = (len(tokens) - held.boundary) // size
             try:
                 grant = await cache.allocate(
