@@ -9,7 +9,8 @@ import gc
 import pytest
 from serving import PAGE, compute, dump, house, run, seed, serve
 
-from phloem import Admission, InvalidRequest, NoRoom, StaleHandle
+from phloem import Admission, CacheCrashed, InvalidRequest, NoRoom, StaleHandle
+from phloem.actors.tree.audit import AuditFailed
 from phloem.events import Event, Evicted, Granted, LeaseTaken, RequestOpened
 
 PROMPT = run(1, 3 * PAGE + 1)
@@ -299,3 +300,17 @@ async def test_f001_a_late_clean_up_of_a_finished_request_does_nothing(inline: b
         before = dump(cache)
         request.abort()
         assert dump(cache) == before and cache.stats().kv.free == 8
+
+
+async def test_audits_after_each_turn_stop_a_runtime_whose_tree_is_broken() -> None:
+    async with house(audit_nodes=8, check_empty=False) as here:
+        for first in (1, 100, 200):
+            await serve(here, run(first, 3 * PAGE))
+        broken = next(iter(here.cache.core.tree.radix))
+        broken.hits += 1  # no invariant
+        await here.cache.match(run(1, 3 * PAGE))
+        broken.leases += 1
+        with pytest.raises(CacheCrashed) as caught:
+            for _ in range(20):
+                await here.cache.match(run(1, 3 * PAGE))
+        assert isinstance(caught.value.__cause__, AuditFailed)

@@ -28,6 +28,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `snapshot_slots`: how many snapshots by the model's kernel a request may hold at once; with two
     the older one is what is left to publish when the request ends before the newer one's position.
 
+    `audit_nodes`: after each turn of the tree so many of its nodes are audited, round after round;
+    for debugging. A broken one stops the runtime with `CacheCrashed`. 0: only on demand.
+
     `host_bytes` (a number, or like "8GiB") is the host tier's, for pages and states together; 0
     leaves it off. `write_policy` says when data is copied there: "write_through" at its first use,
     "selective" at its second, "write_back" when it leaves the device. The states named in
@@ -50,10 +53,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     inline: bool = True
     queue_max: int = 4096
     close_timeout_s: float = 10.0
+    audit_nodes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "state_chunk", "device_pages", "queue_max", "snapshot_slots"):
             integer(name, getattr(self, name), 1)
+        integer("audit_nodes", self.audit_nodes)
         integer("device_states", self.device_states, 1 if self.layout.has_states else 0)
         policy_named(self.eviction)
         parse_bytes(self.host_bytes)

@@ -100,6 +100,8 @@ class Core:
             self.host_allocator.connect(self.tree_actor)
         self.allocator.connect(self.tree_actor)
         self.transfer.connect(self.tree_actor)
+        if config.audit_nodes:
+            self.tree_actor.audit_each_turn(config.audit_nodes)
         self.requests: dict[str, Request] = {}
         self.refused_checkpoints = 0
         self.tokens_loaded = 0

@@ -24,7 +24,7 @@ from phloem.actors.actions import (
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
 from phloem.actors.telling import Teller
-from phloem.actors.tree.audit import audit_tree
+from phloem.actors.tree.audit import AuditRounds, audit_tree
 from phloem.actors.tree.dump import Dump, dump_tree
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease
@@ -126,6 +126,20 @@ class TreeActor:
         self._host_allocator = host_allocator
         if self.tiers is not None and host_allocator is not None:
             self.tiers.connect(host_allocator)
+
+    def audit_each_turn(self, nodes: int) -> None:
+        """From now on so many nodes are audited after each turn; see `AuditRounds`."""
+        rounds = AuditRounds(self.tree, nodes)
+
+        def audited(handler: Callable[..., object]) -> Callable[..., object]:
+            def handle(message: object) -> object:
+                answer = handler(message)
+                rounds.audit_some()
+                return answer
+
+            return handle
+
+        self.handlers = {kind: audited(handler) for kind, handler in self.handlers.items()}
 
     # -- match and leases ----------------------------------------------------------------------
 

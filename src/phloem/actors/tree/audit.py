@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from phloem.actors.actions import Component
 from phloem.actors.tree.audit_host import audit_host
@@ -14,7 +15,24 @@ from phloem.actors.tree.leases import Lease, protected
 from phloem.actors.tree.node import NO_SLOT, Node, state_anywhere
 from phloem.actors.tree.tree import Tree
 
-__all__ = ["AuditFailed", "audit_tree"]
+__all__ = ["AuditFailed", "AuditRounds", "audit_tree"]
+
+_Owned = dict[Component, set[int]]  # the places met so far
+
+
+class _LeaseCounts:
+    """What the live leases say that nodes count."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.leases: Counter[int] = Counter()
+        self.states: Counter[int] = Counter()
+        self.spans: Counter[tuple[int, int]] = Counter()
+        for lease in tree.leases.live.values():
+            check(lease.live, f"{lease} is listed but ended")
+            self.leases[lease.anchor.id] += 1
+            self.states[lease.anchor.id] += lease.has_state
+            for span in tree.spans:
+                _count_span(lease, span, self.spans)
 
 
 def audit_tree(tree: Tree) -> None:
@@ -22,31 +40,18 @@ def audit_tree(tree: Tree) -> None:
 
     Walks all nodes without recursion; those of former generations are not looked at.
     """
-    leases_at: Counter[int] = Counter()
-    states_at: Counter[int] = Counter()
-    spans_at: Counter[tuple[int, int]] = Counter()
-    for lease in tree.leases.live.values():
-        check(lease.live, f"{lease} is listed but ended")
-        leases_at[lease.anchor.id] += 1
-        states_at[lease.anchor.id] += lease.has_state
-        for span in tree.spans:
-            _count_span(lease, span, spans_at)
+    counts = _LeaseCounts(tree)
     owners = Counter(lease.owner for lease in tree.leases.live.values() if lease.anchor.end)
     check(owners == tree.leases.owners, "the owners of leases are miscounted")
     totals: Counter[str] = Counter()
-    owned: dict[Component, set[int]] = {one.name: set() for one in tree.components.all}
+    owned = _nothing_owned(tree)
     for root in tree.radix.roots.values():
         check(root.parent is None and not root.edge and not len(root.page_ids), "a root has data")
         check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
         _audit_links(tree, root)
-        _audit_counts(root, leases_at, states_at)
+        _audit_counts(root, counts)
     for node in tree.radix:
-        _audit_links(tree, node)
-        _audit_data(tree, node, owned)
-        _audit_counts(node, leases_at, states_at)
-        for span in tree.spans:
-            _audit_span(span, node, spans_at, totals)
-        _audit_candidates(tree, node)
+        _audit_node(tree, node, counts, owned, totals)
         totals["nodes"] += 1
         totals["leaves"] += node.children is None
         totals["pages"] += node.page_count
@@ -63,6 +68,59 @@ def audit_tree(tree: Tree) -> None:
     _audit_sessions(tree)
 
 
+class AuditRounds:
+    """Audits a few nodes at a time, round after round, while the tree goes on changing.
+
+    Cheap enough to follow every turn, and a node that is broken is noticed within a round. What
+    only the whole can tell, totals and places that stand at two nodes, is left to `audit_tree`.
+    """
+
+    def __init__(self, tree: Tree, nodes: int) -> None:
+        self._tree = tree
+        self._nodes = nodes
+        self._round: Iterator[Node] = iter(())
+        self.rounds = 0
+
+    def audit_some(self) -> None:
+        """Audit the next nodes; raises `AuditFailed` naming the first thing that is broken."""
+        tree = self._tree
+        counts, owned = _LeaseCounts(tree), _nothing_owned(tree)
+        for _ in range(self._nodes):
+            node = next(self._round, None)
+            if node is None:
+                self._round = self._walk(tree.generation)
+                self.rounds += 1
+                return
+            _audit_node(tree, node, counts, owned, Counter())
+
+    def _walk(self, generation: int) -> Iterator[Node]:
+        """The nodes, parents first; those that go or come between two steps may be missing."""
+        tree = self._tree
+        stack = list(tree.radix.roots.values())
+        while stack and tree.generation == generation:
+            node = stack.pop()
+            if node.parent is not None:  # neither a root nor gone meanwhile
+                yield node
+            if node.children is not None:
+                stack.extend(node.children.values())
+
+
+def _nothing_owned(tree: Tree) -> _Owned:
+    return {one.name: set() for one in tree.components.all}
+
+
+def _audit_node(
+    tree: Tree, node: Node, counts: _LeaseCounts, owned: _Owned, totals: Counter[str]
+) -> None:
+    """What a node says of itself, its children and its leases."""
+    _audit_links(tree, node)
+    _audit_data(tree, node, owned)
+    _audit_counts(node, counts)
+    for span in tree.spans:
+        _audit_span(span, node, counts.spans, totals)
+    _audit_candidates(tree, node)
+
+
 def _audit_links(tree: Tree, node: Node) -> None:
     if node.children is None:
         return
@@ -75,7 +133,7 @@ def _audit_links(tree: Tree, node: Node) -> None:
         )
 
 
-def _audit_data(tree: Tree, node: Node, owned: dict[Component, set[int]]) -> None:
+def _audit_data(tree: Tree, node: Node, owned: _Owned) -> None:
     parent = node.parent
     assert parent is not None
     check(len(node.edge) > 0, f"node {node.id} has an empty edge")
@@ -128,10 +186,10 @@ def _audit_span(
     totals[f"{span.name} pages protected"] += len(pages) if count else 0
 
 
-def _audit_counts(node: Node, leases_at: Counter[int], states_at: Counter[int]) -> None:
-    check(node.leases == leases_at[node.id], f"node {node.id} counts {node.leases} leases")
+def _audit_counts(node: Node, counts: _LeaseCounts) -> None:
+    check(node.leases == counts.leases[node.id], f"node {node.id} counts {node.leases} leases")
     check(
-        node.state_leases == states_at[node.id],
+        node.state_leases == counts.states[node.id],
         f"node {node.id} counts {node.state_leases} state leases",
     )
     children = tuple(node.children.values()) if node.children else ()
