@@ -27,14 +27,20 @@ PICTURES = Path(__file__).resolve().parent.parent.parent / "build"
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--enable-logging=stderr", "--window-size=1120,3600"),
+    *("--enable-logging=stderr", "--window-size=1120,3900"),
 ]
 
 USE = """<script>
 const press = (key) => document.querySelector("#reuse svg").dispatchEvent(
   new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
 press("End"); press("Home"); press("ArrowRight");
-const said = document.getElementById("says").textContent;
+const says = document.getElementById("says");
+const said = says.textContent;
+press("Escape");
+const hushed = String(says.textContent === "");
+document.querySelector("#tree svg").dispatchEvent(
+  new KeyboardEvent("keydown", { key: "Home", bubbles: true, cancelable: true }));
+const node = says.textContent;
 const sort = document.querySelector("#requests th:nth-child(2) button");
 const column = () => [...document.querySelectorAll("#requests td:nth-child(2)")].map(
   (cell) => Number(cell.textContent));
@@ -42,7 +48,7 @@ sort.click(); const down = column(); sort.click(); const up = column();
 const sorted = String(down.every((v, n) => !n || down[n - 1] >= v)
   && up.every((v, n) => !n || up[n - 1] <= v));
 document.getElementById("theme").click();
-Object.assign(document.body.dataset, { said, sorted });
+Object.assign(document.body.dataset, { said, hushed, node, sorted });
 </script>"""
 
 
@@ -51,13 +57,15 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("logs") / "events.jsonl"
 
     async def run() -> None:
-        async with CacheRuntime(config(True), events=sink) as cache:
+        async with CacheRuntime(config(True, host="write_through"), events=sink) as cache:
             driver = Driver(cache, 11)
             for number in range(600):
                 await driver.operate()
                 if number % 10 == 0:
                     await asyncio.sleep(0.002)
-            await driver.close()
+            tree = cache.core.tree
+            while tree.radix.nodes < 10 or not any(not node.page_ids for node in tree.radix):
+                await driver.operate()  # until there is something to see in both tiers
 
     with open_log(path) as sink:
         asyncio.run(run())
@@ -99,7 +107,9 @@ def test_the_report_in_a_browser(log: Path, tmp_path: Path) -> None:
     assert not logged, logged
     assert re.search(r'data-theme="(light|dark)"', dom)
     assert 'data-sorted="true"' in dom
-    assert re.search(r'data-said="[\d.]+ s( · [a-z_]+ \d+)*"', dom), "the keyboard says a row"
+    assert 'data-hushed="true"' in dom
+    assert re.search(r'data-node="node \d+: tokens 0 to \d+, on the (device|host)', dom)
+    assert re.search(r'data-said="[\d.]+ s( · [a-z, ]+ \d+)*"', dom), "the keyboard says a row"
 
 
 @pytest.mark.skipif(READER is None, reason="no trace processor on the PATH")

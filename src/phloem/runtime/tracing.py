@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeAlias, get_args
+from typing import Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 from zlib import crc32
 
 import msgspec
@@ -34,6 +34,7 @@ __all__ = [
     "EntryDecoder",
     "EventLog",
     "EventsDropped",
+    "Head",
     "Level",
     "LogOpened",
     "RecentEvents",
@@ -41,10 +42,12 @@ __all__ = [
     "caller_context",
     "level_of",
     "open_log",
+    "read_heads",
     "read_log",
     "several",
 ]
 
+T = TypeVar("T")
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 Style: TypeAlias = Literal["json", "logfmt", "console"]
 
@@ -394,7 +397,9 @@ class Entry(msgspec.Struct, frozen=True):
     event: ev.Event
 
 
-class _Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct, frozen=True):
+    """What a line of a log begins with."""
+
     time: float
     level: str
     event: str
@@ -404,7 +409,7 @@ class EntryDecoder:
     """Turns lines in `json` style into entries."""
 
     def __init__(self) -> None:
-        self._head = msgspec.json.Decoder(_Head)
+        self._head = msgspec.json.Decoder(Head)
         self._events = {kind.__name__: msgspec.json.Decoder(kind) for kind in _LEVELS}
         for kind in (ev.CopyEnded, ev.RuntimeStopped):
             self._events[kind.__name__] = msgspec.json.Decoder(kind)
@@ -433,14 +438,30 @@ def read_log(path: str | Path) -> Iterator[Entry]:
     `InvalidRequest` naming the first line that cannot be read: of a later schema, or torn by the
     end of a process.
     """
-    decoder = EntryDecoder()
+    yield from _each_line(path, EntryDecoder().decode)
+
+
+def read_heads(path: str | Path) -> Iterator[Head]:
+    """How each line of a log begins: several times as fast as `read_log`. Raises as that does."""
+    decode = msgspec.json.Decoder(Head).decode
+
+    def head(line: bytes) -> Head:
+        try:
+            return decode(line)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(str(error)) from error
+
+    yield from _each_line(path, head)
+
+
+def _each_line(path: str | Path, decode: Callable[[bytes], T]) -> Iterator[T]:
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                entry = decoder.decode(line)
+                decoded = decode(line)
             except InvalidRequest as error:
                 raise InvalidRequest(f"{path}, line {number} is no event: {error}") from error
-            yield entry
+            yield decoded
 
 
 # -- other sinks --------------------------------------------------------------------------------

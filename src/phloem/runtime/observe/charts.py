@@ -1,7 +1,8 @@
 """Charts as SVG text. Colours come from classes that the page's style sheet knows.
 
-Every chart is drawn in a box of `WIDTH` units and scales with the page. Marks carry `data-row`: the
-number of the row, in the table beside the chart, that says the same in figures.
+Every chart is drawn in a box of `WIDTH` units (`HALF` beside another) and scales with the page.
+Marks carry `data-row`: the number of the row, in the table beside the chart, that says the same in
+figures.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ __all__ = [
     "Band",
     "Bar",
     "Block",
+    "HALF",
     "Lane",
     "WIDTH",
     "gantt",
@@ -24,7 +26,8 @@ __all__ = [
 ]
 
 WIDTH = 960
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 8, 8, 26
+HALF = 470  # of a chart beside another
+_LEFT, _RIGHT, _TOP, _BOTTOM = 86, 8, 8, 26
 
 
 class Band(NamedTuple):
@@ -80,46 +83,64 @@ def _ticks(low: float, high: float) -> list[float]:
     return [step * n for n in range(first, floor(high / step + 1e-9) + 1)]
 
 
-def _frame(height: float, label: str, body: Iterable[str], css: str = "") -> str:
+def _frame(
+    height: float, label: str, body: Iterable[str], css: str = "", width: int = WIDTH
+) -> str:
     return (
-        f'<svg class="chart {css}" viewBox="0 0 {WIDTH} {height:g}" role="img" tabindex="0" '
+        f'<svg class="chart {css}" viewBox="0 0 {width} {height:g}" role="img" tabindex="0" '
         f'aria-label="{escape(label, quote=True)}">{"".join(body)}</svg>'
     )
 
 
-def _axes(height: float, times: tuple[float, float], top: float) -> Iterable[str]:
+def _axes(height: float, times: tuple[float, float], top: float, width: int) -> Iterable[str]:
     low, high = _TOP, height - _BOTTOM
     for value in _ticks(0.0, top):
         y = high - (high - low) * value / max(top, 1e-12)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield (
             f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">'
             f"{number(value)}</text>"
         )
-    yield from _time_axis(height, times)
+    yield from _time_axis(height, times, width)
 
 
-def _time_axis(height: float, times: tuple[float, float]) -> Iterable[str]:
+def _time_axis(height: float, times: tuple[float, float], width: int) -> Iterable[str]:
     for seconds in _ticks(*times):
-        x = _x(seconds, times)
-        anchor = "end" if x > WIDTH - 30 else "middle"
+        x = _x(seconds, times, width)
+        anchor = "end" if x > width - 30 else "middle"
         yield (
             f'<text class="tick" x="{x:.1f}" y="{height - 8:g}" text-anchor="{anchor}">'
             f"{seconds:.4g} s</text>"
         )
 
 
-def _x(time: float, times: tuple[float, float]) -> float:
+def _marks(
+    times: Sequence[float], span: tuple[float, float], low: float, high: float, width: int
+) -> Iterable[str]:
+    """Dashed lines, where another run begins."""
+    for time in times:
+        x = _x(time, span, width)
+        yield f'<line class="run" x1="{x:.1f}" x2="{x:.1f}" y1="{low:g}" y2="{high:g}"/>'
+
+
+def _x(time: float, times: tuple[float, float], width: int) -> float:
     first, last = times
-    return _LEFT + (WIDTH - _LEFT - _RIGHT) * (time - first) / max(last - first, 1e-9)
+    return _LEFT + (width - _LEFT - _RIGHT) * (time - first) / max(last - first, 1e-9)
 
 
-def stacked_area(label: str, times: Sequence[float], bands: Sequence[Band], top: float) -> str:
+def stacked_area(
+    label: str,
+    times: Sequence[float],
+    bands: Sequence[Band],
+    top: float,
+    marks: Sequence[float] = (),
+    width: int = WIDTH,
+) -> str:
     """Bands on top of each other over time, stepping at each point; `top` is the whole."""
-    height = 220.0
+    height = 190.0
     span = (times[0], times[-1])
     low, high = _TOP, height - _BOTTOM
-    body = list(_axes(height, span, top))
+    body = list(_axes(height, span, top, width))
     below = [0.0] * len(times)
     for band in bands:
         above = [base + value for base, value in zip(below, band.values, strict=True)]
@@ -128,29 +149,36 @@ def stacked_area(label: str, times: Sequence[float], bands: Sequence[Band], top:
             corners: list[tuple[float, float]] = []
             for index, value in enumerate(line):
                 y = high - (high - low) * min(value / max(top, 1e-9), 1.0)
-                corners.append((_x(times[index], span), y))
+                corners.append((_x(times[index], span, width), y))
                 if index + 1 < len(line):
-                    corners.append((_x(times[index + 1], span), y))
+                    corners.append((_x(times[index + 1], span, width), y))
             points.extend(f"{x:.1f},{y:.1f}" for x, y in corners[::order])
         body.append(f'<polygon class="{band.css}" points="{" ".join(points)}"/>')
         below = above
-    body.extend(_hits(times, span, low, high))
-    return _frame(height, label, body)
+    body.extend(_marks(marks, span, low, high, width))
+    body.extend(_hits(times, span, low, high, width))
+    return _frame(height, label, body, width=width)
 
 
-def stacked_bars(label: str, edges: Sequence[float], bands: Sequence[Band]) -> str:
+def stacked_bars(
+    label: str,
+    edges: Sequence[float],
+    bands: Sequence[Band],
+    marks: Sequence[float] = (),
+    width: int = WIDTH,
+) -> str:
     """A stack for each interval between two of `edges`."""
-    height = 220.0
+    height = 190.0
     span = (edges[0], edges[-1])
     totals = [sum(values) for values in zip(*(band.values for band in bands), strict=True)]
     top = max([*totals, 1.0])
     low, high = _TOP, height - _BOTTOM
-    body = list(_axes(height, span, top))
+    body = list(_axes(height, span, top, width))
     below = [0.0] * len(totals)
     for band in bands:
         for row, value in enumerate(band.values):
             if value:
-                x, end = _x(edges[row], span), _x(edges[row + 1], span)
+                x, end = _x(edges[row], span, width), _x(edges[row + 1], span, width)
                 y = high - (high - low) * (below[row] + value) / top
                 tall = (high - low) * value / top
                 wide = max(end - x - 1, 0.8)
@@ -159,29 +187,32 @@ def stacked_bars(label: str, edges: Sequence[float], bands: Sequence[Band]) -> s
                     f'height="{tall:.2f}"/>'
                 )
                 below[row] += value
-    body.extend(_hits(edges[:-1], span, low, high))
-    return _frame(height, label, body)
+    body.extend(_marks(marks, span, low, high, width))
+    body.extend(_hits(edges[:-1], span, low, high, width))
+    return _frame(height, label, body, width=width)
 
 
 def _hits(
-    starts: Sequence[float], span: tuple[float, float], low: float, high: float
+    starts: Sequence[float], span: tuple[float, float], low: float, high: float, width: int
 ) -> Iterable[str]:
     """Invisible columns that the pointer and the keyboard find."""
     ends = [*starts[1:], span[1]]
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        x = _x(start, span)
-        wide = max(_x(end, span) - x, 1.0)
+        x = _x(start, span, width)
+        wide = max(_x(end, span, width) - x, 1.0)
         yield (
             f'<rect class="hit" data-row="{row}" x="{x:.1f}" y="{low}" width="{wide:.1f}" '
             f'height="{high - low:.1f}"/>'
         )
 
 
-def gantt(label: str, lanes: Sequence[Lane], span: tuple[float, float]) -> str:
+def gantt(
+    label: str, lanes: Sequence[Lane], span: tuple[float, float], marks: Sequence[float] = ()
+) -> str:
     """Bars in named lanes over time."""
     row, gap = 22.0, 6.0
     height = _TOP + len(lanes) * (row + gap) + _BOTTOM
-    body: list[str] = list(_time_axis(height, span))
+    body: list[str] = list(_time_axis(height, span, WIDTH))
     for index, lane in enumerate(lanes):
         y = _TOP + index * (row + gap)
         body.append(
@@ -191,12 +222,13 @@ def gantt(label: str, lanes: Sequence[Lane], span: tuple[float, float]) -> str:
             f"{escape(lane.name)}</text>"
         )
         for bar in lane.bars:
-            x = _x(bar.start, span)
-            wide = max(_x(bar.end, span) - x, 0.8)
+            x = _x(bar.start, span, WIDTH)
+            wide = max(_x(bar.end, span, WIDTH) - x, 0.8)
             body.append(
                 f'<rect class="{bar.css}" x="{x:.2f}" y="{y + 2:g}" width="{wide:.2f}" '
                 f'height="{row - 4:g}"><title>{escape(bar.title)}</title></rect>'
             )
+    body.extend(_marks(marks, span, _TOP, height - _BOTTOM, WIDTH))
     return _frame(height, label, body)
 
 
@@ -222,9 +254,15 @@ def icicle(label: str, blocks: Sequence[Block], tokens: float, rows: float) -> s
             f'y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}">'
             f"<title>{escape(block.title)}</title></rect>"
         )
-        if "stateful" in block.css:
+        if "both" in block.css and tall > 6:
             body.append(
-                f'<rect class="mark" x="{x + wide - 3:.1f}" y="{y:.1f}" width="4" '
+                f'<rect class="copied" x="{x:.1f}" y="{y + tall - 3:.1f}" width="{wide:.1f}" '
+                'height="3"/>'
+            )
+        if "stateful" in block.css:
+            css = "mark hollow" if "hoststateful" in block.css else "mark"
+            body.append(
+                f'<rect class="{css}" x="{x + wide - 4:.1f}" y="{y:.1f}" width="4" '
                 f'height="{tall:.1f}"/>'
             )
     return _frame(height + _BOTTOM, label, body, "icicle")

@@ -14,14 +14,17 @@ from phloem.actors.actions import TREE
 from phloem.actors.ledger import PARKED
 from phloem.events import (
     Acquired,
+    CopyDropped,
     CopyEnded,
     CopyPlanned,
     CopySubmitted,
     Event,
     Evicted,
+    FellBack,
     Freed,
     Granted,
     Inserted,
+    Kept,
     Parked,
     Refused,
     RequestEnded,
@@ -42,11 +45,17 @@ __all__ = [
     "PoolCounts",
     "RequestSpan",
     "Span",
+    "pool_of",
 ]
 
 T = TypeVar("T")
 Holder = Literal["free", "parked", "tree", "granted"]
 HOLDERS: tuple[Holder, ...] = ("tree", "granted", "parked", "free")
+
+
+def pool_of(component: str, tier: str) -> str:
+    """The name of a pool: `kv`, `state`, `host_kv`, `host_state`."""
+    return component if tier == "device" else f"{tier}_{component}"
 
 
 class PoolCounts:
@@ -92,7 +101,11 @@ class CopySpan(msgspec.Struct):
 
 
 class RequestSpan(msgspec.Struct):
-    """A request through its life. Times in seconds; `first_step`: when its first pass was sent."""
+    """A request through its life. Times in seconds; `first_step`: when its first pass was sent.
+
+    Of its prompt's `tokens`, `usable` were reused, `loaded` of these from the host, and the others
+    `lost` by reason; all this changes when a load fails.
+    """
 
     name: str
     session: str
@@ -101,6 +114,7 @@ class RequestSpan(msgspec.Struct):
     tokens: int
     usable: int
     lost: dict[str, int]
+    loaded: int = 0
     ready: float | None = None
     first_step: float | None = None
     end: float | None = None
@@ -111,27 +125,34 @@ class RequestSpan(msgspec.Struct):
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """One prompt that was looked up: how many of its tokens were reused, and what was lost."""
+    """Tokens of a prompt that was looked up: what the device and the host had of it, what was lost.
+
+    A load that fails is one more entry, which takes back what the host was to bring.
+    """
 
     time: float
-    usable: int
+    device: int
+    host: int
     lost: dict[str, int]
+    prompts: int = 1
 
 
 class Eviction(msgspec.Struct, frozen=True):
-    """Data that went."""
+    """Data that left a tier, or will as soon as they have been copied."""
 
     time: float
     pages: int
     states: int
     why: str
     by: str
+    tier: str
 
 
 class Figures:
     """Takes the events of one or more runs in order.
 
-    `kept` bounds how many spans of each kind are remembered; the oldest that have ended go.
+    `kept` bounds how many spans of each kind are remembered; the oldest go. Those who want all and
+    remember less say what they make of each as it ends: see the methods `note_...`.
     """
 
     def __init__(self, kept: int | None = None) -> None:
@@ -149,6 +170,7 @@ class Figures:
         self.copies: list[CopySpan] = []
         self.steps: list[Span] = []
         self.refused: dict[tuple[str, str], int] = {}
+        self.dropped: dict[tuple[str, str], int] = {}  # copies, by kind and reason
         self.running: dict[str, RequestSpan] = {}
         self.waiting: dict[int, Span] = {}
         self.in_flight: dict[int, CopySpan] = {}
@@ -161,7 +183,9 @@ class Figures:
             RequestForked: self._on_forked,
             Acquired: self._on_acquired,
             RequestEnded: self._on_ended,
+            FellBack: self._on_fell_back,
             Inserted: self._on_inserted,
+            Kept: self._on_kept,
             Evicted: self._on_evicted,
             Granted: self._on_granted,
             Freed: self._on_freed,
@@ -169,6 +193,7 @@ class Figures:
             Waited: self._on_waited,
             Refused: self._on_refused,
             CopyPlanned: self._on_planned,
+            CopyDropped: self._on_dropped,
             CopySubmitted: self._on_submitted,
             CopyEnded: self._on_copied,
             StepChanged: self._on_step,
@@ -185,7 +210,34 @@ class Figures:
 
     def _keep(self, spans: list[T]) -> None:
         if self._kept is not None and len(spans) > 2 * self._kept:
-            del spans[: -self._kept]
+            del spans[: len(spans) - self._kept]
+
+    # -- for those who want all ----------------------------------------------------------------
+
+    def note_pools(self) -> None:
+        """Places have changed hands."""
+        held = {name: dict(pool.held) for name, pool in self.pools.items()}
+        self.occupancy.append((self.last, held))
+        self._keep(self.occupancy)
+
+    def note_lookup(self, lookup: Lookup) -> None:
+        """A prompt was looked up, or a load has failed."""
+        self.lookups.append(lookup)
+        self._keep(self.lookups)
+
+    def note_eviction(self, eviction: Eviction) -> None:
+        """Data went."""
+        self.evictions.append(eviction)
+        self._keep(self.evictions)
+
+    def note_request(self, request: RequestSpan) -> None:
+        """A request is over."""
+
+    def note_copy(self, copy: CopySpan) -> None:
+        """A copy is over."""
+
+    def note_step(self, step: Span) -> None:
+        """A forward pass is over."""
 
     # -- pools ---------------------------------------------------------------------------------
 
@@ -193,24 +245,22 @@ class Figures:
         self.started = event
         self.runs.append(self.last)
         self.pools = {"kv": PoolCounts(event.pages), "state": PoolCounts(event.states)}
+        if event.host_pages:
+            self.pools["host_kv"] = PoolCounts(event.host_pages)
+            self.pools["host_state"] = PoolCounts(event.host_states)
         for one in (self.running, self.waiting, self.in_flight, self.open_steps, self._planned):
             one.clear()
         self._queue_free.clear()
-        self._sample()
+        self.note_pools()
 
-    def _sample(self) -> None:
-        held = {name: dict(pool.held) for name, pool in self.pools.items()}
-        self.occupancy.append((self.last, held))
-        self._keep(self.occupancy)
-
-    def _move(self, component: str, count: int, origin: Holder, to: Holder) -> None:
-        if count and component in self.pools:
-            self.pools[component].move(count, origin, to)
+    def _move(self, pool: str, count: int, origin: Holder, to: Holder) -> None:
+        if count and pool in self.pools:
+            self.pools[pool].move(count, origin, to)
 
     def _on_granted(self, event: Granted) -> None:
-        self._move("kv", len(event.pages), "free", "granted")
-        self._move("state", len(event.states), "free", "granted")
-        self._sample()
+        self._move(pool_of("kv", event.tier), len(event.pages), "free", "granted")
+        self._move(pool_of("state", event.tier), len(event.states), "free", "granted")
+        self.note_pools()
         wait = self.waiting.pop(event.asked, None)
         if wait is not None:
             wait.end = self.last
@@ -218,23 +268,29 @@ class Figures:
     def _on_freed(self, event: Freed) -> None:
         holders: dict[int, Holder] = {TREE: "tree", PARKED: "parked"}
         origin = holders.get(event.owner, "granted")
-        self._move(event.component, len(event.ids), origin, "free")
-        self._sample()
+        self._move(pool_of(event.component, event.tier), len(event.ids), origin, "free")
+        self.note_pools()
 
     def _on_parked(self, event: Parked) -> None:
         self._move("kv", len(event.pages), "granted", "parked")
         self._move("state", len(event.states), "granted", "parked")
-        self._sample()
+        self.note_pools()
 
     def _on_inserted(self, event: Inserted) -> None:
         self._move("kv", len(event.adopted), "granted", "tree")
         self._move("state", int(event.adopted_state > 0), "granted", "tree")
-        self._sample()
+        self.note_pools()
+
+    def _on_kept(self, event: Kept) -> None:
+        self._move(pool_of(event.component, event.tier), len(event.ids), "granted", "tree")
+        self.note_pools()
 
     def _on_evicted(self, event: Evicted) -> None:
-        gone = Eviction(self.last, event.pages, event.states, event.why, event.request)
-        self.evictions.append(gone)
-        self._keep(self.evictions)
+        pages = event.pages + event.pages_promised
+        states = event.states + event.states_promised
+        if pages or states:
+            gone = Eviction(self.last, pages, states, event.why, event.request, event.tier)
+            self.note_eviction(gone)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -248,7 +304,8 @@ class Figures:
                 self.last,
                 event.tokens,
                 event.usable,
-                event.lost,
+                dict(event.lost),
+                loaded=0 if event.device is None else event.usable - event.device,
                 reused=event.usable,
             )
         )
@@ -272,14 +329,26 @@ class Figures:
         self._looked_up(event)
 
     def _looked_up(self, event: RequestOpened | Acquired) -> None:
-        self.lookups.append(Lookup(self.last, event.usable, event.lost))
-        self._keep(self.lookups)
+        device = event.usable if event.device is None else event.device
+        self.note_lookup(Lookup(self.last, device, event.usable - device, event.lost))
+
+    def _on_fell_back(self, event: FellBack) -> None:
+        lost = sum(event.lost.values())
+        request = self.running.get(event.request)
+        host = lost if request is None else min(lost, request.loaded)
+        self.note_lookup(Lookup(self.last, host - lost, -host, event.lost, prompts=0))
+        if request is not None:
+            request.usable -= lost
+            request.loaded -= host
+            for why, tokens in event.lost.items():
+                request.lost[why] = request.lost.get(why, 0) + tokens
 
     def _on_ended(self, event: RequestEnded) -> None:
         request = self.running.pop(event.request, None)
         if request is not None:
             request.end, request.how = self.last, event.how
             request.reused, request.computed = event.reused, event.computed
+            self.note_request(request)
 
     def _on_waited(self, event: Waited) -> None:
         wait = self.waiting[event.turn] = Span(event.request, self.last)
@@ -307,6 +376,7 @@ class Figures:
         if event.state == "over":
             opened.end = self.last
             del self.open_steps[event.step]
+            self.note_step(opened)
         else:
             opened.outcome = event.state
         for name in event.requests if event.state == "launched" else ():
@@ -350,3 +420,9 @@ class Figures:
         request = self.running.get(copy.request)
         if request is not None and request.ready is None and request.first_step is None:
             request.ready = self.last
+        self.note_copy(copy)
+
+    def _on_dropped(self, event: CopyDropped) -> None:
+        self._planned.pop(event.op, None)
+        key = event.kind, event.why
+        self.dropped[key] = self.dropped.get(key, 0) + 1

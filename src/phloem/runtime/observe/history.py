@@ -47,6 +47,7 @@ from phloem.events import (
     TreeChanged,
     Waited,
 )
+from phloem.runtime.observe.figures import pool_of
 from phloem.runtime.observe.state import CacheState, LeaseState, NodeState, RootState, runs_of
 from phloem.runtime.tracing import Entry, EventsDropped, LogOpened, read_log
 
@@ -425,11 +426,6 @@ class History:
 
     def _on_copy_ended(self, event: CopyEnded) -> None:
         del self.copies[event.op]
-
-
-def pool_of(component: str, tier: str) -> str:
-    """The name of a pool: `kv`, `state`, `host_kv`, `host_state`."""
-    return component if tier == "device" else f"{tier}_{component}"
 
 
 def _shown(node: Node) -> NodeState:

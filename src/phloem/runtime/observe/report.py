@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from phloem.errors import InvalidRequest
-from phloem.events import RuntimeStarted
 from phloem.runtime.observe.charts import (
+    HALF,
+    WIDTH,
     Band,
     Bar,
-    Block,
     Lane,
     gantt,
     icicle,
@@ -21,56 +19,76 @@ from phloem.runtime.observe.charts import (
     stacked_area,
     stacked_bars,
 )
-from phloem.runtime.observe.figures import HOLDERS, Figures, RequestSpan
-from phloem.runtime.observe.history import History, Node
+from phloem.runtime.observe.figures import HOLDERS, RequestSpan
+from phloem.runtime.observe.gathered import AVOIDABLE, Gathered, Queue, gather
+from phloem.runtime.observe.history import History
+from phloem.runtime.observe.icicle import blocks_of
 from phloem.runtime.observe.numbers import overlap, percentile, sparks
-from phloem.runtime.tracing import read_log
+from phloem.runtime.observe.page import (
+    bytes_of,
+    details,
+    figure,
+    legend,
+    percent,
+    seconds,
+    table,
+    words,
+)
 
 __all__ = ["report"]
 
-_BUCKETS = 96
-_LEAVES_MAX = 400
 _ROWS_MAX = 200
-_BARS_MAX = 4000  # in one lane: more cannot be told apart
 _HOLDER_CSS = {"tree": "a", "granted": "f", "parked": "b", "free": "d"}
-_LOST_CSS = {
-    "reused": "a",
+_REUSE_CSS = {
+    "reused, on the device": "a",
+    "reused, from the host": "i",
     "no_state": "e",
     "evicted": "b",
+    "no_room": "c",
+    "copy_failed": "c",
     "forgotten": "h",
     "never_seen": "f",
     "partial_page": "g",
     "last_token": "d",
 }
-_WHY_CSS = {"room": "b", "asked": "f", "path_cap": "c"}
-_COPY_CSS = {"copy_state": "a", "copy_pages": "f", "clear_state": "g"}
+_WHY_CSS = {"room": "b", "asked": "f", "path_cap": "c", "no_copy": "e"}
+_COPY_CSS = {
+    "copy_state": "a",
+    "copy_pages": "f",
+    "clear_state": "g",
+    "backup": "h",
+    "load": "i",
+    "failed": "e",
+    "pass": "c",
+}
+_POOLS = {
+    "kv": "Pages of KV on the device",
+    "host_kv": "Pages of KV on the host",
+    "state": "Slots of states on the device",
+    "host_state": "Slots of states on the host",
+}
+_QUEUES = {"d2d": "on the device", "d2h": "to the host", "h2d": "from the host"}
 
 
 def report(path: str | Path, run: int | None = None) -> str:
     """The page for a log, or for one of its runs (from 1 on).
 
-    Raises `InvalidRequest` when there is no such run.
+    The log may be of any length: it is read twice and never held. Raises `InvalidRequest` when
+    there is no such run.
     """
-    figures, history = Figures(), History()
-    for entry in read_log(path):
-        if isinstance(entry.event, RuntimeStarted) and history.run == run:
-            break
-        history.add(entry.time, entry.event)
-        if run is None or history.run == run:
-            figures.add(entry.time, entry.event)
-    if figures.started is None:
-        raise InvalidRequest(f"{path} has no RuntimeStarted of run {run or 1}: nothing to report")
-    return _Report(Path(path).name, figures, history).page()
+    gathered, history = gather(path, run)
+    return _Report(Path(path).name, gathered, history).page()
 
 
 class _Report:
-    def __init__(self, name: str, figures: Figures, history: History) -> None:
+    def __init__(self, name: str, gathered: Gathered, history: History) -> None:
         self._name = name
-        self._figures = figures
+        self._g = gathered
         self._history = history
-        self._first = figures.first
-        self._length = max(figures.last - figures.first, 1e-6)
-        self._edges = [self._length * n / _BUCKETS for n in range(_BUCKETS + 1)]
+        self._over = f"over {gathered.length:.3g} seconds"
+        self._runs = [time - gathered.begin for time in gathered.runs[1:]]
+        self._reused = sum(sum(rows) for rows in gathered.reused.values())
+        self._asked = self._reused + sum(sum(rows) for rows in gathered.lost.values())
 
     def page(self) -> str:
         """All of it."""
@@ -91,186 +109,184 @@ class _Report:
             f"{content}</section>"
             for key, title, content in sections
         )
-        started = self._figures.started
-        assert started is not None
-        about = (
-            f"{started.pages} pages of {started.page_size} tokens, {started.states} states, "
-            f"grid {started.grid}, {started.policy or 'lru'}; {self._length:.3g} s, "
-            f"{self._figures.events} events, {len(self._figures.runs)} run(s)"
-        )
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>Cache report: {escape(self._name)}</title>"
             f'<link rel="icon" href="data:,"><style>{(data / "report.css").read_text()}</style>'
             '</head><body><a class="skip" href="#reuse">Skip to the figures</a>'
-            f"<header><h1>Cache report</h1><p>{escape(self._name)}: {escape(about)}</p>"
+            f"<header><h1>Cache report</h1><p>{escape(self._name)}: {escape(self._about())}</p>"
             '<button id="theme" aria-pressed="false">Light / dark</button></header>'
             f'<nav aria-label="Sections">{links}</nav><main>{self._tiles()}{body}</main>'
-            "<footer><p>Charts can be read with the arrow keys; each has its figures as a table."
-            '</p></footer><div id="says" role="status" aria-live="polite"></div>'
+            "<footer><p>Every chart can be walked with the arrow keys, and has its figures as a "
+            'table.</p></footer><div id="says" role="status" aria-live="polite"></div>'
             f"<script>{(data / 'report.js').read_text()}</script></body></html>\n"
         )
 
+    def _about(self) -> str:
+        started = self._g.started
+        assert started is not None
+        host = ""
+        if started.host_pages:
+            host = f"; host tier of {started.host_pages} pages, {started.host_states} states"
+        runs = len(self._g.runs)
+        return (
+            f"{started.pages} pages of {started.page_size} tokens, {started.states} states, "
+            f"grid {started.grid}, {started.policy or 'lru'}{host}; {self._g.length:.3g} s, "
+            f"{self._g.events} events" + (f", {runs} runs" if runs > 1 else "")
+        )
+
     def _tiles(self) -> str:
-        figures = self._figures
-        reused = sum(lookup.usable for lookup in figures.lookups)
-        asked = reused + sum(sum(lookup.lost.values()) for lookup in figures.lookups)
+        g = self._g
+        host = sum(g.reused["host"])
+        copied = sum(queue.bytes for queue in g.queues.values())
         tiles = {
-            "prompts looked up": number(len(figures.lookups)),
-            "prompt tokens": number(asked),
-            "of them reused": _percent(reused, asked),
-            "pages evicted": number(sum(gone.pages for gone in figures.evictions)),
-            "states evicted": number(sum(gone.states for gone in figures.evictions)),
-            "copied": f"{number(sum(copy.bytes for copy in figures.copies))}B",
+            "prompts looked up": number(g.prompts),
+            "prompt tokens": number(self._asked),
+            "of them reused": percent(self._reused, self._asked),
+            "loaded from the host": percent(host, self._asked),
+            "pages evicted": number(self._evicted("device", "pages")),
+            "states evicted": number(self._evicted("device", "states")),
+            "copied": bytes_of(copied),
         }
+        if "host_kv" not in g.sizes:
+            del tiles["loaded from the host"]
         cells = "".join(
             f'<div class="tile"><b>{value}</b><span>{name}</span></div>'
             for name, value in tiles.items()
         )
         return f'<div class="tiles">{cells}</div>'
 
+    def _evicted(self, tier: str, what: str) -> float:
+        return sum(sum(rows) for rows in self._g.gone.get((tier, what), {}).values())
+
     # -- over time -----------------------------------------------------------------------------
 
-    def _bucket(self, time: float) -> int:
-        return min(int((time - self._first) / self._length * _BUCKETS), _BUCKETS - 1)
-
     def _reuse(self) -> str:
-        lookups = self._figures.lookups
-        reasons = sorted({why for lookup in lookups for why in lookup.lost})
-        known = [why for why in _LOST_CSS if why == "reused" or why in reasons]
-        names = known + [why for why in reasons if why not in _LOST_CSS]
-        values = {name: [0.0] * _BUCKETS for name in names}
-        for lookup in lookups:
-            row = self._bucket(lookup.time)
-            values["reused"][row] += lookup.usable
-            for why, tokens in lookup.lost.items():
-                values[why][row] += tokens
-        bands = [Band(name, _LOST_CSS.get(name, "c"), values[name]) for name in names]
-        total = sum(sum(band.values) for band in bands)
-        text = ", ".join(f"{b.name} {_percent(sum(b.values), total)}" for b in bands)
+        g = self._g
+        rows = {
+            "reused, on the device": g.reused["device"],
+            "reused, from the host": g.reused["host"],
+            **g.lost,
+        }
+        names = [name for name in _REUSE_CSS if name in rows]
+        names += sorted(name for name in rows if name not in _REUSE_CSS)
+        bands = [
+            Band(name, _REUSE_CSS.get(name, "c"), [max(0.0, value) for value in rows[name]])
+            for name in names
+            if any(rows[name]) or name == "reused, on the device"
+        ]
+        if not self._asked:
+            return "<p>No prompt was looked up.</p>"
+        text = ", ".join(
+            f"{words(band.name)} {percent(sum(rows[band.name]), self._asked)}" for band in bands
+        )
         return (
             "<p>Prompt tokens by what became of them at the lookup. Every token is reused or has "
             f"the reason why not: {escape(text)}.</p>"
+            + legend({band.name: band.css for band in bands})
             + self._bars("Prompt tokens, reused and lost by reason", bands)
         )
 
     def _evictions(self) -> str:
-        parts: list[str] = []
-        for what in ("pages", "states"):
-            values: dict[str, list[float]] = {}
-            for gone in self._figures.evictions:
-                row = values.setdefault(gone.why, [0.0] * _BUCKETS)
-                row[self._bucket(gone.time)] += gone.pages if what == "pages" else gone.states
-            bands = [Band(why, _WHY_CSS.get(why, "g"), row) for why, row in sorted(values.items())]
-            if any(any(band.values) for band in bands):
-                parts.append(self._bars(f"Evicted {what}, by reason", bands))
-        return "".join(parts) or "<p>Nothing was evicted.</p>"
+        charts: list[str] = []
+        seen: set[str] = set()
+        pairs = sorted(self._g.gone.items(), key=lambda item: (item[0][1], item[0][0]))
+        for (tier, what), by_reason in pairs:
+            bands = [
+                Band(why, _WHY_CSS.get(why, "g"), rows) for why, rows in sorted(by_reason.items())
+            ]
+            seen.update(by_reason)
+            total = number(self._evicted(tier, what))
+            charts.append(self._bars(f"{total} {what} left the {tier}", bands, HALF))
+        if not charts:
+            return "<p>Nothing was evicted.</p>"
+        colours = {why: css for why, css in _WHY_CSS.items() if why in seen}
+        return f"<p>By reason.</p>{legend(colours)}{_pairs(charts)}"
 
-    def _bars(self, title: str, bands: Sequence[Band]) -> str:
-        chart = stacked_bars(f"{title} over {self._length:.3g} seconds", self._edges, bands)
-        return _figure(title, chart, bands, self._edges[:-1])
+    def _bars(self, title: str, bands: Sequence[Band], width: int = WIDTH) -> str:
+        edges = self._g.edges
+        chart = stacked_bars(f"{title} {self._over}", edges, bands, self._runs, width)
+        return figure(title, chart, bands, edges[:-1])
 
     def _pools(self) -> str:
-        times = [time - self._first for time, _ in self._figures.occupancy]
-        at = [max(bisect_right(times, edge) - 1, 0) for edge in self._edges]
-        parts: list[str] = []
-        for name, title in (("kv", "Pages of KV"), ("state", "Slots of states")):
-            pool = self._figures.pools[name]
-            if not pool.size:
+        if self._history.incomplete and not self._g.queues:
+            return f"<p>The log does not tell: {escape(self._history.incomplete)}.</p>"
+        charts: list[str] = []
+        for name, title in _POOLS.items():
+            size = self._g.sizes.get(name, 0)
+            if not size:
                 continue
-            held = [self._figures.occupancy[index][1][name] for index in at]
+            held = [one.get(name, {}) for one in self._g.held]
             bands = [
-                Band(holder, _HOLDER_CSS[holder], [one[holder] for one in held])
+                Band(holder, _HOLDER_CSS[holder], [one.get(holder, 0) for one in held])
                 for holder in HOLDERS
             ]
-            label = f"{title} by holder over {self._length:.3g} seconds"
-            chart = stacked_area(label, self._edges, bands, pool.size)
-            parts.append(_figure(f"{title}: {pool.size}", chart, bands, self._edges))
+            label = f"{title} by holder {self._over}"
+            chart = stacked_area(label, self._g.edges, bands, size, self._runs, HALF)
+            charts.append(figure(f"{title}: {number(size)}", chart, bands, self._g.edges))
         return (
-            "<p>Granted places belong to requests; parked ones wait until no pass or copy touches "
-            "them any more.</p>" + "".join(parts)
+            "<p>The tree holds what is cached; granted places belong to requests, or to a copy "
+            "that is on its way; parked ones wait until no pass or copy touches them any more.</p>"
+            f"{legend(_HOLDER_CSS)}{_pairs(charts)}"
         )
 
     # -- what lasts ----------------------------------------------------------------------------
 
     def _copies(self) -> str:
-        figures = self._figures
-        queues = sorted({copy.queue for copy in figures.copies})
+        g = self._g
         lanes = [
-            Lane(
-                queue or "copies",
-                [
-                    Bar(
-                        copy.start - self._first,
-                        self._ended(copy.end),
-                        "e" if copy.error else _COPY_CSS.get(copy.kind, "c"),
-                        f"{copy.kind} {copy.op} for {copy.request or 'nobody'}, {copy.bytes} B"
-                        + (f": {copy.error}" if copy.error else ""),
-                    )
-                    for copy in figures.copies
-                    if copy.queue == queue
-                ][-_BARS_MAX:],
-            )
-            for queue in queues
+            Lane(_QUEUES.get(name, name) or "copies", _coloured(queue))
+            for name, queue in sorted(g.queues.items())
         ]
-        passes = [
-            Bar(
-                step.start - self._first, self._ended(step.end), "c", f"{step.name}, {step.outcome}"
+        lanes.append(Lane("passes", _coloured(g.passes)))
+        if not g.queues and not len(g.passes):
+            why = self._history.incomplete
+            return "<p>There was none" + (f", or {escape(why)}" if why else "") + ".</p>"
+        passes = g.passes.spans()
+        copied = [span for queue in g.queues.values() for span in queue.spans()]
+        together, whole = overlap(copied, passes)
+        chart = gantt("Copies by queue, and forward passes", lanes, (0.0, g.length), self._runs)
+        rows: list[Sequence[str]] = []
+        for name, queue in sorted(g.queues.items()):
+            spans = queue.spans()
+            beside, busy = overlap(spans, passes)
+            rows.append(
+                (
+                    f"{name} ({_QUEUES.get(name, 'copies')})",
+                    str(len(queue)),
+                    str(queue.failed),
+                    bytes_of(queue.bytes),
+                    seconds(busy),
+                    percent(beside, busy),
+                    seconds(percentile(queue.late, 50)),
+                )
             )
-            for step in figures.steps
-        ]
-        lanes.append(Lane("passes", passes[-_BARS_MAX:]))
-        copied = [(bar.start, bar.end) for lane in lanes[:-1] for bar in lane.bars]
-        together, whole = overlap(copied, [(bar.start, bar.end) for bar in passes])
-        chart = gantt("Copies by queue, and forward passes", lanes, (0.0, self._length))
-        failed = sum(bool(copy.error) for copy in figures.copies)
-        rows = [
-            (
-                queue or "copies",
-                str(sum(copy.queue == queue for copy in figures.copies)),
-                str(sum(copy.bytes for copy in figures.copies if copy.queue == queue)),
-            )
-            for queue in queues
-        ]
-        legend = _legend({**_COPY_CSS, "failed": "e", "forward pass": "c"})
+        head = ("queue", "copies", "failed", "bytes", "busy", "beside a pass", "median wait")
+        dropped = "".join(
+            f" {count} planned {words(kind)}s were dropped: {words(why)}."
+            for (kind, why), count in sorted(g.dropped.items())
+        )
+        seen = {bar.css for lane in lanes for bar in lane.bars}
+        colours = {name: css for name, css in _COPY_CSS.items() if css in seen}
         return (
-            f"<p>{len(figures.copies)} copies, {failed} failed; "
-            f"{_percent(together, whole)} of the time in which one ran, a pass ran, too.</p>"
-            f"<figure><figcaption>Time on each queue</figcaption>{legend}{chart}"
-            f"{_details(_table(('queue', 'copies', 'bytes'), rows))}</figure>"
+            f"<p>While copies ran, forward passes ran for {percent(together, whole)} of the time."
+            f"{dropped}</p><figure><figcaption>Time on each queue</figcaption>"
+            f"{legend(colours)}{chart}</figure>{table(head, rows, label='Queues')}"
         )
 
-    def _ended(self, end: float | None) -> float:
-        return self._length if end is None else end - self._first
-
     def _latency(self) -> str:
-        requests = self._figures.requests
-        series: dict[str, list[float]] = {
-            "waits for room": [
-                wait.end - wait.start for r in requests for wait in r.waits if wait.end is not None
-            ],
-            "opened to first pass": [
-                r.first_step - r.start for r in requests if r.first_step is not None
-            ],
-            "opened to end": [r.end - r.start for r in requests if r.end is not None],
-            "forward pass": [s.end - s.start for s in self._figures.steps if s.end is not None],
-        }
-        for copy in self._figures.copies:
-            if copy.end is not None:
-                series.setdefault(copy.kind, []).append(copy.end - copy.submitted)
         rows = [
             (
-                escape(name),
+                escape(words(name)),
                 str(len(values)),
-                *(_seconds(percentile(values, share)) for share in (50, 95, 99, 100)),
+                *(seconds(percentile(values, share)) for share in (50, 95, 99, 100)),
                 sparks(values),
             )
-            for name, values in series.items()
-            if values
+            for name, values in self._g.took.items()
         ]
         head = ("what", "count", "median", "95 %", "99 %", "longest", "distribution")
-        return _table(head, rows, raw=True) if rows else "<p>Nothing was measured.</p>"
+        return table(head, rows, raw=True) if rows else "<p>Nothing was measured.</p>"
 
     # -- the tree ------------------------------------------------------------------------------
 
@@ -281,181 +297,97 @@ class _Report:
         nodes = [node for node in history.nodes.values() if node.parent is not None]
         if not nodes:
             return "<p>It is empty.</p>"
-        blocks, rows, left_out = self._blocks(nodes)
-        tokens = max(node.end for node in nodes)
-        states = sum(node.state > 0 for node in nodes)
-        chart = icicle(f"The tree, {len(nodes)} nodes", blocks, tokens, rows)
+        blocks, rows, left_out = blocks_of(history)
+        chart = icicle(
+            f"The tree, {len(nodes)} nodes", blocks, max(node.end for node in nodes), rows
+        )
+        states = sum(node.state > 0 or node.host_state > 0 for node in nodes)
+        only = sum(bool(node.host_pages) and not node.pages for node in nodes)
+        where = f"{only} of them on the host only" if only else "all on the device"
         more = f" {left_out} leaves that were used longest ago are left out." if left_out else ""
-        leaves = sorted(nodes, key=lambda node: -node.end)[:_ROWS_MAX]
-        table = _table(
-            ("node", "from token", "to token", "pages", "state", "used before the end"),
+        head = ("node", "from", "to", "pages", "state", "on the host", "state there", "used before")
+        deepest = sorted(nodes, key=lambda node: -node.end)[:_ROWS_MAX]
+        figures = table(
+            head,
             [
                 (
-                    str(node.id),
-                    str(node.start),
-                    str(node.end),
-                    str(len(node.pages)),
+                    *map(str, (node.id, node.start, node.end, len(node.pages))),
                     "yes" if node.state else "no",
-                    _seconds(history.time - node.used),
+                    str(len(node.host_pages)),
+                    "yes" if node.host_state else "no",
+                    seconds(history.time - node.used),
                 )
-                for node in leaves
+                for node in deepest
             ],
         )
-        key = (
-            '<ul class="legend"><li><i style="background:var(--warm)"></i>used lately</li>'
-            '<li><i style="background:var(--cold)"></i>used long ago</li>'
-            '<li><i class="b"></i>a state at the end</li><li><i class="e"></i>leased</li></ul>'
-        )
         return (
-            f"<p>{len(nodes)} nodes with {states} states, from the empty prefix on the left; all "
-            f"on the device.{more}</p><figure><figcaption>Nodes by token position</figcaption>"
-            f"{key}{chart}{_details(table)}</figure>"
+            f"<p>{len(nodes)} nodes with {states} states, {where}. The empty prefix is on the "
+            f"left; what was used last is on top.{more}</p>"
+            f"<figure><figcaption>Nodes by token position</figcaption>{_KEY}{chart}"
+            f"{details(figures)}</figure>"
         )
-
-    def _blocks(self, nodes: list[Node]) -> tuple[list[Block], float, int]:
-        """Every node over the rows of its leaves, those used last on top."""
-        history = self._history
-        parents = {node.parent.id for node in nodes if node.parent is not None}
-        leaves = [node for node in nodes if node.id not in parents]
-        # By use would tear siblings apart: the path decides, branches in the order of latest use.
-        latest: dict[int, float] = {}
-        for leaf in leaves:
-            for node in history.path(leaf.id):
-                latest[node.id] = max(latest.get(node.id, 0.0), leaf.used)
-        shown = sorted(leaves, key=lambda leaf: -leaf.used)[:_LEAVES_MAX]
-        shown.sort(key=lambda leaf: [(-latest[node.id], node.id) for node in history.path(leaf.id)])
-        rows: dict[int, tuple[int, int]] = {}
-        for row, leaf in enumerate(shown):
-            for node in history.path(leaf.id):
-                rows[node.id] = (rows.get(node.id, (row, row))[0], row + 1)
-        leased = {lease.node for lease in history.leases.values()}
-        coldest, hottest = min(latest.values()), max(latest.values())
-        blocks: list[Block] = []
-        for name, (top, bottom) in rows.items():
-            node = history.nodes[name]
-            css = ("stateful " if node.state else "") + ("leased" if node.id in leased else "")
-            state = f", state in slot {node.state}" if node.state else ", no state"
-            title = f"node {node.id}: tokens {node.start} to {node.end}{state}"
-            heat = (latest[node.id] - coldest) / max(hottest - coldest, 1e-9)
-            blocks.append(Block(node.start, node.end, top, bottom, css.strip(), heat, title))
-        return blocks, float(len(shown)), len(leaves) - len(shown)
 
     # -- tables --------------------------------------------------------------------------------
 
     def _sessions(self) -> str:
-        groups: dict[str, list[RequestSpan]] = {}
-        for request in self._figures.requests:
-            groups.setdefault(request.session or "(none)", []).append(request)
+        first = self._g.begin
+        by_tokens = sorted(self._g.sessions.items(), key=lambda item: -item[1].tokens)
         rows = [
             (
-                name,
-                str(len(group)),
-                str(sum(r.tokens for r in group)),
-                str(sum(r.usable for r in group)),
-                _percent(sum(r.usable for r in group), sum(r.tokens for r in group)),
-                str(sum(r.lost.get("evicted", 0) for r in group)),
-                str(sum(r.lost.get("no_state", 0) for r in group)),
-                _seconds(max(r.start for r in group) - self._first),
+                name or "(none)",
+                *map(str, (one.requests, one.tokens, one.reused)),
+                percent(one.reused, one.tokens),
+                *map(str, (one.loaded, one.evicted, one.no_state)),
+                seconds(one.last - first),
             )
-            for name, group in groups.items()
+            for name, one in by_tokens[:_ROWS_MAX]
         ]
-        head = (
-            "session",
-            "requests",
-            "tokens",
-            "reused",
-            "share",
-            "evicted",
-            "no state",
-            "last at",
-        )
-        rows.sort(key=lambda row: -int(row[2]))
-        return _table(head, rows[:_ROWS_MAX], sortable=True)
+        if not rows:
+            return "<p>There was no request.</p>"
+        head = ("session", "requests", "tokens", "reused", "share", "from the host", "evicted")
+        more = len(by_tokens) - len(rows)
+        note = f"<p>{more} sessions with fewer tokens are left out.</p>" if more else ""
+        return note + table((*head, "no state", "last at"), rows, label="Sessions", sortable=True)
 
     def _requests(self) -> str:
-        def avoidable(request: RequestSpan) -> int:
-            lost = request.lost
-            return sum(lost.get(why, 0) for why in ("no_state", "evicted", "forgotten"))
-
-        worst = sorted(self._figures.requests, key=avoidable, reverse=True)[:40]
-        rows = [
-            (
-                request.name,
-                str(request.tokens),
-                str(request.usable),
-                *(str(request.lost.get(why, 0)) for why in ("no_state", "evicted", "forgotten")),
-                str(request.lost.get("never_seen", 0)),
-                request.how or "running",
-            )
-            for request in worst
-        ]
-        head = ("request", "tokens", "reused", "no state", "evicted", "forgotten", "never seen", "")
+        worst = self._g.worst()
+        if not worst:
+            return "<p>There was no request.</p>"
+        known = ("never_seen", *AVOIDABLE)
+        lost = [why for why in known if any(why in request.lost for request in worst)]
+        head = ("request", "tokens", "reused", "from the host", *map(words, lost), "")
+        rows = [_row(request, lost) for request in worst]
         return (
             "<p>What a larger cache, another policy or another placement of states could have "
             "saved comes first. <code>phloem explain LOG --request NAME</code> says more.</p>"
-            + _table(head, rows, sortable=True)
+            + table(head, rows, label="Requests", sortable=True)
         )
 
 
-# -- pieces of the page ---------------------------------------------------------------------------
+def _pairs(charts: Sequence[str]) -> str:
+    """Charts side by side, where the page is wide enough."""
+    return f'<div class="pairs">{"".join(charts)}</div>'
 
 
-def _figure(title: str, chart: str, bands: Sequence[Band], starts: Sequence[float]) -> str:
-    head = ("second", *(band.name for band in bands))
-    rows = [
-        (f"{start:.3g} s", *(f"{band.values[row]:g}" for band in bands))
-        for row, start in enumerate(starts)
-    ]
-    legend = _legend({band.name: band.css for band in bands})
+def _row(request: RequestSpan, lost: Sequence[str]) -> Sequence[str]:
     return (
-        f"<figure><figcaption>{escape(title)}</figcaption>{legend}{chart}"
-        f"{_details(_table(head, rows))}</figure>"
+        request.name,
+        *map(str, (request.tokens, request.usable, request.loaded)),
+        *(str(request.lost.get(why, 0)) for why in lost),
+        request.how or "running",
     )
 
 
-def _legend(names: dict[str, str]) -> str:
-    items = "".join(
-        f'<li><i class="{css}"></i>{escape(name.replace("_", " "))}</li>'
-        for name, css in names.items()
-    )
-    return f'<ul class="legend">{items}</ul>'
+def _coloured(queue: Queue) -> list[Bar]:
+    return [bar._replace(css=_COPY_CSS.get(bar.css, "c")) for bar in queue.bars]
 
 
-def _details(table: str) -> str:
-    return f"<details><summary>The figures as a table</summary>{table}</details>"
-
-
-def _table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    sortable: bool = False,
-    raw: bool = False,
-) -> str:
-    def cell(text: str) -> str:
-        value = text.removesuffix(" s").removesuffix(" %")
-        data = f' data-value="{value}"' if sortable and _is_number(value) else ""
-        return f"<td{data}>{text if raw else escape(text)}</td>"
-
-    heads = "".join(
-        f'<th scope="col">{f"<button>{name}</button>" if sortable and name else name}</th>'
-        for name in head
-    )
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    css = ' class="sortable"' if sortable else ""
-    return (
-        f'<div class="scroll" tabindex="0"><table{css}><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "0 %"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.6f} s" if value < 0.01 else f"{value:.3f} s"
+_KEY = (
+    '<ul class="legend"><li><i class="warm"></i>on the device, used lately</li>'
+    '<li><i class="cold"></i>used long ago</li>'
+    '<li><i class="hostwarm"></i>on the host only, used lately</li>'
+    '<li><i class="hostcold"></i>used long ago</li>'
+    '<li><i class="copied"></i>on both</li>'
+    '<li><i class="b"></i>a state on the device</li>'
+    '<li><i class="hollow"></i>a state on the host</li><li><i class="e"></i>leased</li></ul>'
+)

@@ -108,7 +108,7 @@ def _pools(pools: dict[str, PoolCounts]) -> RenderableType:
 
 def _rates(figures: Figures, since: float, seconds: float) -> RenderableType:
     lookups = [lookup for lookup in figures.lookups if lookup.time > since]
-    reused = sum(lookup.usable for lookup in lookups)
+    reused = sum(lookup.device + lookup.host for lookup in lookups)
     lost: dict[str, int] = {}
     for lookup in lookups:
         for why, tokens in lookup.lost.items():

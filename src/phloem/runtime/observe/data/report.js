@@ -11,33 +11,39 @@
     says.textContent = parts.filter((text, n) => !n || !/ 0$/.test(text)).join(" · ");
   };
 
+  // Arrow keys and the pointer walk the columns of a chart, or else whatever in it has a title.
   for (const svg of document.querySelectorAll("svg.chart")) {
-    const hits = [...svg.querySelectorAll(".hit")];
+    const columns = [...svg.querySelectorAll(".hit")];
+    const marks = columns.length
+      ? columns
+      : [...svg.querySelectorAll("title")].map((title) => title.parentNode);
     const figure = svg.closest("figure");
     let at = -1;
-    const move = (row) => {
-      if (hits[at]) hits[at].classList.remove("at");
-      at = Math.max(0, Math.min(hits.length - 1, row));
-      hits[at].classList.add("at");
-      tell(figure, at);
+    const leave = () => {
+      if (marks[at]) marks[at].classList.remove("at", "lit");
+      says.textContent = "";
     };
-    if (!hits.length) continue;
+    const move = (to) => {
+      leave();
+      at = Math.max(0, Math.min(marks.length - 1, to));
+      marks[at].classList.add(columns.length ? "at" : "lit");
+      if (columns.length) tell(figure, at);
+      else says.textContent = marks[at].querySelector("title").textContent;
+    };
+    if (!marks.length) continue;
     svg.addEventListener("keydown", (event) => {
-      const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: hits.length - 1 }[event.key];
+      if (event.key === "Escape") return leave();
+      const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: marks.length - 1 }[event.key];
       if (to === undefined) return;
       event.preventDefault();
       move(to);
     });
     svg.addEventListener("pointermove", (event) => {
-      const hit = event.target.closest(".hit");
-      if (hit) tell(figure, Number(hit.dataset.row));
+      const mark = marks.indexOf(event.target);
+      if (mark >= 0 && (mark !== at || !says.textContent)) move(mark);
     });
-    for (const gone of ["pointerleave", "blur"]) {
-      svg.addEventListener(gone, () => {
-        says.textContent = "";
-        if (hits[at]) hits[at].classList.remove("at");
-      });
-    }
+    svg.addEventListener("pointerleave", leave);
+    svg.addEventListener("blur", leave);
   }
 
   // Tables are sorted by the column whose head is pressed; again: the other way.
