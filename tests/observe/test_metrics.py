@@ -12,11 +12,13 @@ from observe.driver import Driver, config
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from phloem import CacheRuntime, InvalidRequest
+from phloem.actors.tree.core import WritePolicy
 from phloem.actors.tree.results import Match
-from phloem.runtime.observe.counts import LOST
+from phloem.runtime.observe.counts import LOST, TIERS
 from phloem.runtime.observe.metrics import METRICS, MetricsServer
 from phloem.runtime.observe.otel import SpanSink
 
@@ -26,15 +28,18 @@ Series = dict[tuple[str, tuple[str, ...]], float]
 async def scrape(server: MetricsServer) -> Series:
     """Every sample by name and label values, as Prometheus would have it."""
 
-    def fetch() -> str:
-        with urllib.request.urlopen(
-            f"http://{server.host}:{server.port}/metrics", timeout=10
-        ) as page:
+    def fetch(accept: str) -> str:
+        address = f"http://{server.host}:{server.port}/metrics"
+        asked = urllib.request.Request(address, headers={"Accept": accept})
+        with urllib.request.urlopen(asked, timeout=10) as page:
             assert page.status == 200
             text: str = page.read().decode()
             return text
 
-    text = await asyncio.get_running_loop().run_in_executor(None, fetch)
+    strict = await asyncio.to_thread(fetch, "application/openmetrics-text; version=1.0.0")
+    assert strict.endswith("# EOF\n")
+    assert len(list(openmetrics.text_string_to_metric_families(strict))) > 20
+    text = await asyncio.to_thread(fetch, "text/plain")
     series: Series = {}
     for family in text_string_to_metric_families(text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -50,28 +55,36 @@ async def scrape(server: MetricsServer) -> Series:
     return series
 
 
-async def test_every_metric_exists_before_first_use_and_tells_the_truth() -> None:
-    async with CacheRuntime(config(True), metrics=True) as cache:
+@pytest.mark.parametrize("host", [None, "write_back"])
+async def test_every_metric_exists_before_first_use_and_tells_the_truth(
+    host: WritePolicy | None,
+) -> None:
+    async with CacheRuntime(config(True, host=host), metrics=True) as cache:
         with cache.serve_metrics(port=0) as server:
             before = await scrape(server)
             assert {name for name, _ in before} == set(METRICS)
-            assert {labels[0] for name, labels in before if "lost" in name} == set(LOST)
+            assert {labels[0] for name, labels in before if "_lost_" in name} == set(LOST)
             counters = [value for (name, _), value in before.items() if name.endswith("_total")]
             assert set(counters) == {0.0}
             driver = Driver(cache, 4)
-            for _ in range(200):
+            for _ in range(250):
                 await driver.operate()
             after = await scrape(server)
             stats = cache.stats()
             assert set(after) == set(before), "no series appears by use"
             lost = sum(v for (name, _), v in after.items() if name == "phloem_lost_tokens_total")
-            asked = after["phloem_prompt_tokens_total", ()]
-            assert asked == lost + after["phloem_reused_tokens_total", ()] > 0
+            reused = {tier: after["phloem_reused_tokens_total", (tier,)] for tier in TIERS}
+            assert after["phloem_prompt_tokens_total", ()] == lost + sum(reused.values()) > 0
             for holder in ("free", "parked", "tree", "granted"):
                 shown = after["phloem_pool_places", ("attention", "device", holder)]
                 assert shown == getattr(stats.kv, holder)
-            assert after["phloem_evicted_total", ("attention", "asked")] > 0
+                there = after["phloem_pool_places", ("state", "host", holder)]
+                assert there == (getattr(stats.host_state, holder) if stats.host_state else 0)
+            assert after["phloem_evicted_total", ("attention", "device", "asked")] > 0
             assert after["phloem_copies_total", ("copy_state",)] > 0
+            assert after["phloem_copying_seconds_total", ("copy_state",)] > 0
+            assert (after["phloem_copies_total", ("backup",)] > 0) == (host is not None)
+            assert (after["phloem_granted_total", ("attention", "host")] > 0) == (host is not None)
             assert after["phloem_refused_total", ("checkpoint", "unsettled")] >= 0
             await driver.close()
             await cache.close()

@@ -5,16 +5,18 @@ Nothing here knows Prometheus; `metrics.py` shows the counts to it.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import TypeVar, get_args
 
 from phloem.actors.tree.placement import Refusal
 from phloem.actors.tree.results import LOST
 from phloem.events import (
     Acquired,
+    CopyDropped,
     CopyEnded,
     CopySubmitted,
     Event,
     Evicted,
+    FellBack,
     Granted,
     Inserted,
     LeaseLeaked,
@@ -26,15 +28,23 @@ from phloem.events import (
     Waited,
 )
 
-__all__ = ["COPIES", "ENDED", "EVICTED", "LOST", "REFUSED", "Counts"]
+__all__ = ["TIERS", "Counts"]
 
-EVICTED: tuple[str, ...] = ("room", "asked", "path_cap")
+TIERS: tuple[str, ...] = ("device", "host")
+NOT_LOADED: tuple[str, ...] = ("no_room", "copy_failed")
+EVICTED: tuple[tuple[str, str], ...] = (
+    *(("device", why) for why in ("room", "asked", "path_cap")),
+    ("host", "room"),
+)
 REFUSED: tuple[tuple[str, str], ...] = (
     *(("room", why) for why in ("no_room", "deadlock", "left", "ended")),
     *(("checkpoint", why) for why in (*get_args(Refusal), "reset")),
 )
 ENDED: tuple[str, ...] = ("finished", "aborted")
-COPIES: tuple[str, ...] = ("copy_state", "copy_pages", "clear_state")
+COPIES: tuple[str, ...] = ("copy_state", "copy_pages", "clear_state", "backup", "load")
+DROPPED: tuple[tuple[str, str], ...] = tuple(
+    (kind, why) for kind in ("backup", "load") for why in ("no_room", "not_wanted")
+)
 
 
 class Counts:
@@ -43,8 +53,9 @@ class Counts:
     def __init__(self) -> None:
         self.lookups = 0
         self.prompt_tokens = 0
-        self.reused_tokens = 0
+        self.reused_tokens = dict.fromkeys(TIERS, 0)
         self.lost_tokens = dict.fromkeys(LOST, 0)
+        self.not_loaded_tokens = dict.fromkeys(NOT_LOADED, 0)
         self.taken_over_tokens = 0
         self.computed_tokens = 0
         self.published_tokens = 0
@@ -53,12 +64,16 @@ class Counts:
         self.evicted_pages = dict.fromkeys(EVICTED, 0)
         self.evicted_states = dict.fromkeys(EVICTED, 0)
         self.refused = dict.fromkeys(REFUSED, 0)
-        self.granted_pages = 0
-        self.granted_states = 0
+        self.uncopied_pages = 0
+        self.uncopied_states = 0
+        self.granted_pages = dict.fromkeys(TIERS, 0)
+        self.granted_states = dict.fromkeys(TIERS, 0)
         self.waits = 0
         self.copies = dict.fromkeys(COPIES, 0)
         self.copies_failed = dict.fromkeys(COPIES, 0)
+        self.copies_dropped = dict.fromkeys(DROPPED, 0)
         self.copied_bytes = dict.fromkeys(COPIES, 0)
+        self.copying_ns = dict.fromkeys(COPIES, 0)
         self.leases_leaked = 0
         self.resets = 0
         self._usable: dict[str, int] = {}  # of requests that run
@@ -79,12 +94,13 @@ class Counts:
                 self._ended(event)
             case Inserted():
                 self.published_tokens += max(0, event.published - event.reused)
+            case FellBack():
+                self._fell_back(event)
             case Evicted():
-                _add(self.evicted_pages, event.why, event.pages)
-                _add(self.evicted_states, event.why, event.states)
+                self._evicted(event)
             case Granted():
-                self.granted_pages += len(event.pages)
-                self.granted_states += len(event.states)
+                self.granted_pages[event.tier] += len(event.pages)
+                self.granted_states[event.tier] += len(event.states)
             case Waited():
                 self.waits += 1
             case Refused():
@@ -98,6 +114,10 @@ class Counts:
                 kind = self._in_flight.pop(event.op, COPIES[0])
                 if event.error:
                     _add(self.copies_failed, kind, 1)
+                if event.started_ns is not None and event.ended_ns is not None:
+                    _add(self.copying_ns, kind, event.ended_ns - event.started_ns)
+            case CopyDropped():
+                _add(self.copies_dropped, (event.kind, event.why), 1)
             case LeaseLeaked():
                 self.leases_leaked += 1
             case ResetDone():
@@ -108,9 +128,26 @@ class Counts:
     def _looked_up(self, event: RequestOpened | Acquired) -> None:
         self.lookups += 1
         self.prompt_tokens += event.tokens
-        self.reused_tokens += event.usable
+        device = event.usable if event.device is None else event.device
+        self.reused_tokens["device"] += device
+        self.reused_tokens["host"] += event.usable - device
         for why, tokens in event.lost.items():
             _add(self.lost_tokens, why, tokens)
+
+    def _fell_back(self, event: FellBack) -> None:
+        for why, tokens in event.lost.items():
+            _add(self.not_loaded_tokens, why, tokens)
+            if event.request in self._usable:
+                self._usable[event.request] -= tokens
+
+    def _evicted(self, event: Evicted) -> None:
+        if event.why == "no_copy":  # told before, when it was promised
+            self.uncopied_pages += event.pages
+            self.uncopied_states += event.states
+            return
+        key = event.tier, event.why
+        _add(self.evicted_pages, key, event.pages + event.pages_promised)
+        _add(self.evicted_states, key, event.states + event.states_promised)
 
     def _ended(self, event: RequestEnded) -> None:
         _add(self.requests_ended, event.how, 1)
@@ -120,5 +157,8 @@ class Counts:
             self.taken_over_tokens += event.reused - usable
 
 
-def _add(counts: dict[str, int], key: str, amount: int) -> None:
+K = TypeVar("K")
+
+
+def _add(counts: dict[K, int], key: K, amount: int) -> None:
     counts[key] = counts.get(key, 0) + amount

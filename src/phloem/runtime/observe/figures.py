@@ -411,8 +411,9 @@ class Figures:
         copy.end, copy.error = self.last, event.error
         if event.ended_ns is not None:  # the event comes later than the end: the loop was busy
             copy.end = min(self.last, copy.submitted + event.ended_ns / 1e9)
-        if event.started_ns is not None:
-            copy.start = min(copy.end, copy.submitted + event.started_ns / 1e9)
+        if event.started_ns is not None and event.ended_ns is not None:
+            # Its own clock says how long it took; a quick one is over before its event is told.
+            copy.start = copy.end - (event.ended_ns - event.started_ns) / 1e9
         else:
             free = self._queue_free.get(copy.queue, 0.0)
             copy.start = min(copy.end, max(copy.submitted, free))

@@ -34,9 +34,16 @@ class _About(NamedTuple):
 METRICS: dict[str, _About] = {
     "phloem_lookups_total": _About("counter", (), "Prompts that were looked up."),
     "phloem_prompt_tokens_total": _About("counter", (), "Tokens of those prompts."),
-    "phloem_reused_tokens_total": _About("counter", (), "Of them, reused at the lookup."),
+    "phloem_reused_tokens_total": _About(
+        "counter", ("tier",), "Of them, reused at the lookup, by the tier that had them."
+    ),
     "phloem_lost_tokens_total": _About(
         "counter", ("reason",), "Of them, not reused, by reason; with the reused they add up."
+    ),
+    "phloem_not_loaded_tokens_total": _About(
+        "counter",
+        ("reason",),
+        "Of the reused, computed after all since their load found no room or failed.",
     ),
     "phloem_taken_over_tokens_total": _About(
         "counter", (), "Tokens that running requests took over from others after their lookup."
@@ -46,16 +53,29 @@ METRICS: dict[str, _About] = {
     "phloem_requests_opened_total": _About("counter", (), "Requests opened or forked."),
     "phloem_requests_ended_total": _About("counter", ("how",), "Requests that are over."),
     "phloem_evicted_total": _About(
-        "counter", ("kind", "reason"), "Pages (attention) and slots (state) that were evicted."
+        "counter",
+        ("kind", "tier", "reason"),
+        "Pages (attention) and slots (state) that left a tier, or will once they are copied.",
     ),
-    "phloem_granted_total": _About("counter", ("kind",), "Pages and slots that were granted."),
+    "phloem_evicted_uncopied_total": _About(
+        "counter", ("kind",), "Of them, gone without the copy that was to be made first."
+    ),
+    "phloem_granted_total": _About(
+        "counter", ("kind", "tier"), "Pages and slots that were granted."
+    ),
     "phloem_waits_total": _About("counter", (), "Allocations that had to wait for room."),
     "phloem_refused_total": _About(
         "counter", ("what", "reason"), "What was not done, for want of room or of benefit."
     ),
     "phloem_copies_total": _About("counter", ("operation",), "Copies handed to the engine."),
     "phloem_copies_failed_total": _About("counter", ("operation",), "Copies that failed."),
+    "phloem_copies_dropped_total": _About(
+        "counter", ("operation", "reason"), "Copies between the tiers that were planned, not made."
+    ),
     "phloem_copied_bytes_total": _About("counter", ("operation",), "Bytes of those copies."),
+    "phloem_copying_seconds_total": _About(
+        "counter", ("operation",), "Time from the begin to the end of those copies, added up."
+    ),
     "phloem_leases_leaked_total": _About("counter", (), "Leases collected without release."),
     "phloem_resets_total": _About("counter", (), "Times the cache was reset."),
     "phloem_pool_places": _About(
@@ -114,35 +134,38 @@ class CacheCollector(Collector):
 
     def _counters(self) -> dict[str, list[Sample]]:
         counts = self._counts
-        evicted: list[Sample] = [
-            ((kind, why), float(number))
-            for kind, by_reason in (
-                ("attention", counts.evicted_pages),
-                ("state", counts.evicted_states),
-            )
-            for why, number in list(by_reason.items())
-        ]
         return {
             "phloem_lookups_total": _one(counts.lookups),
             "phloem_prompt_tokens_total": _one(counts.prompt_tokens),
-            "phloem_reused_tokens_total": _one(counts.reused_tokens),
+            "phloem_reused_tokens_total": _each(counts.reused_tokens),
             "phloem_lost_tokens_total": _each(counts.lost_tokens),
+            "phloem_not_loaded_tokens_total": _each(counts.not_loaded_tokens),
             "phloem_taken_over_tokens_total": _one(counts.taken_over_tokens),
             "phloem_computed_tokens_total": _one(counts.computed_tokens),
             "phloem_published_tokens_total": _one(counts.published_tokens),
             "phloem_requests_opened_total": _one(counts.requests_opened),
             "phloem_requests_ended_total": _each(counts.requests_ended),
-            "phloem_evicted_total": evicted,
-            "phloem_granted_total": _each(
-                {"attention": counts.granted_pages, "state": counts.granted_states}
-            ),
-            "phloem_waits_total": _one(counts.waits),
-            "phloem_refused_total": [
-                (key, float(number)) for key, number in list(counts.refused.items())
+            "phloem_evicted_total": [
+                *_of_kind("attention", counts.evicted_pages.items()),
+                *_of_kind("state", counts.evicted_states.items()),
             ],
+            "phloem_evicted_uncopied_total": _each(
+                {"attention": counts.uncopied_pages, "state": counts.uncopied_states}
+            ),
+            "phloem_granted_total": [
+                *_of_kind("attention", (((tier,), n) for tier, n in counts.granted_pages.items())),
+                *_of_kind("state", (((tier,), n) for tier, n in counts.granted_states.items())),
+            ],
+            "phloem_waits_total": _one(counts.waits),
+            "phloem_refused_total": _pairs(counts.refused),
             "phloem_copies_total": _each(counts.copies),
             "phloem_copies_failed_total": _each(counts.copies_failed),
+            "phloem_copies_dropped_total": _pairs(counts.copies_dropped),
             "phloem_copied_bytes_total": _each(counts.copied_bytes),
+            "phloem_copying_seconds_total": [
+                ((kind,), nanoseconds / 1e9)
+                for kind, nanoseconds in list(counts.copying_ns.items())
+            ],
             "phloem_leases_leaked_total": _one(counts.leases_leaked),
             "phloem_resets_total": _one(counts.resets),
         }
@@ -156,10 +179,24 @@ def _each(values: Mapping[str, int]) -> list[Sample]:
     return [((name,), float(value)) for name, value in list(values.items())]
 
 
+def _pairs(values: Mapping[tuple[str, str], int]) -> list[Sample]:
+    return [(labels, float(value)) for labels, value in list(values.items())]
+
+
+def _of_kind(kind: str, values: Iterable[tuple[tuple[str, ...], int]]) -> list[Sample]:
+    return [((kind, *labels), float(value)) for labels, value in list(values)]
+
+
 def _gauges(stats: Stats) -> dict[str, list[Sample]]:
+    pools = {
+        ("attention", "device"): stats.kv,
+        ("state", "device"): stats.state,
+        ("attention", "host"): stats.host_kv,
+        ("state", "host"): stats.host_state,
+    }
     places: list[Sample] = [
-        ((kind, "device", holder), float(getattr(pool, holder)))
-        for kind, pool in (("attention", stats.kv), ("state", stats.state))
+        ((*name, holder), 0.0 if pool is None else float(getattr(pool, holder)))
+        for name, pool in pools.items()
         for holder in ("free", "parked", "tree", "granted")
     ]
     tree = stats.tree
