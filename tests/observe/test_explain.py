@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from observe.driver import Driver, config
 
 from phloem import CacheRuntime, InvalidRequest, Namespace, events
+from phloem.cuda_streams.engine import CopyEngine, Post, Ticket
+from phloem.cuda_streams.threads import ThreadEngine
 from phloem.runtime.observe.explain import Explanation, explain_request, readable
 from phloem.runtime.observe.state import live_state
 from phloem.runtime.tracing import open_log, read_log
@@ -17,8 +20,9 @@ from phloem.runtime.tracing import open_log, read_log
 
 async def serve(cache: CacheRuntime, tokens: list[int], name: str, *, state: bool = True) -> None:
     async with cache.request(tokens, id=name) as request:
-        await request.allocate(len(tokens) - request.computed)
-        await request.ready()
+        for _ in range(2):  # less may come from the host than it had
+            await request.allocate(len(tokens) - request.computed)
+            await request.ready()
         while request.computed < len(tokens):
             start, end = request.next_stop(4)
             with cache.step([request]) as step:
@@ -96,6 +100,48 @@ async def test_a_log_explains_a_request(tmp_path: Path) -> None:
     assert text.startswith("request victim: 0 of 9 tokens reusable, KV of 0")
     with pytest.raises(InvalidRequest, match="has no request 'nobody' in run 1"):
         explain_request(path, "nobody", run=1)
+
+
+async def test_what_the_host_had_and_what_did_not_come(tmp_path: Path) -> None:
+    path, broken = tmp_path / "log", False
+    engines: list[CopyEngine] = []
+
+    def fault(ticket: Ticket, layer: int) -> None:
+        del layer
+        if broken and ticket.batch.channel == "h2d":
+            raise OSError("down")
+
+    def engine(post: Post) -> CopyEngine:
+        engines.append(ThreadEngine(post, fault=fault))
+        return engines[0]
+
+    async def demote(cache: CacheRuntime) -> None:
+        await engines[0].drain()
+        await asyncio.sleep(0)
+        assert not cache.stats().tree.operations
+        await cache.evict(pages=40, states=8)
+
+    settings = config(True, host="write_through")
+    with open_log(path) as log:
+        async with CacheRuntime(settings, events=log, engine=engine) as cache:
+            await serve(cache, PROMPT, "first")
+            await demote(cache)
+            live = await cache.explain(PROMPT)
+            assert (live.usable, live.device, live.state_tier) == (8, 0, "host")
+            assert "(0 on the device, 8 from the host)" in readable(live)
+            await serve(cache, PROMPT, "second")
+            await demote(cache)
+            broken = True
+            await serve(cache, PROMPT, "third")
+    second = explain_request(path, "second")
+    assert (second.usable, second.device, second.state_tier) == (8, 0, "host")
+    assert reasons(second) == {"last_token": 1}
+    assert "computed 1, loaded 8 from the host" in second.later[-1]
+    third = explain_request(path, "third")
+    assert (third.usable, third.device) == (0, 0)
+    assert reasons(third) == {"last_token": 1, "copy_failed": 8}
+    assert any("a load did not come, stood on 0" in line for line in third.later)
+    assert third.later[-1].endswith("finished, computed 9")
 
 
 async def test_reasons_add_up_for_every_request_of_a_run(tmp_path: Path) -> None:

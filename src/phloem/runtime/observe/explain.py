@@ -17,6 +17,7 @@ from phloem.events import (
     Acquired,
     Event,
     Evicted,
+    FellBack,
     Granted,
     Inserted,
     Refused,
@@ -39,7 +40,10 @@ _MEANING = {
     "evicted": "they were cached and made room",
     "forgotten": "they were probably cached, too long ago to say when they went",
     "no_state": "their KV is cached, but there is no state at the end of it to go on from",
+    "no_room": "the host has them, and the device had no room for them",
+    "copy_failed": "the host has them, and their copy to the device failed",
 }
+_EVICTIONS_MAX = 16_384  # remembered of a log; the tree itself remembers fewer
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -54,13 +58,17 @@ class Reason(msgspec.Struct, frozen=True):
 class Explanation(msgspec.Struct, frozen=True):
     """How far a prompt of `tokens` was cached; the tokens of `reasons` add up to the rest.
 
-    `remedies` say what would have made more of it a hit, `later` what became of the request.
+    Of the `usable` tokens the device had `device`, the others were to be loaded from the host;
+    `state_tier` says where the state at their end was. `remedies` say what would have made more of
+    it a hit, `later` what became of the request.
     """
 
     request: str
     namespace: tuple[str, str]
     tokens: int
     usable: int
+    device: int
+    state_tier: str
     kv_prefix: int
     branch_point: int | None
     reasons: list[Reason]
@@ -92,6 +100,8 @@ def explain_live(core: Core, key: TokenKey, limit: int) -> Explanation:
         namespace=key.namespace,
         tokens=match.tokens,
         usable=match.usable,
+        device=match.device,
+        state_tier=match.state_tier,
         kv_prefix=match.kv_prefix,
         branch_point=match.branch_point,
         reasons=_reasons(lost, details),
@@ -130,7 +140,7 @@ def explain_request(path: str | Path, request: str, run: int | None = None) -> E
             story.page_size = event.page_size
             story.evictions.clear()
         elif isinstance(event, Evicted):
-            story.evictions[event.use, event.request] = (entry.time, event)
+            story.remember(entry.time, event)
         if event.request != request or (run is not None and history.run != run):
             continue
         if isinstance(event, RequestOpened | Acquired):
@@ -154,12 +164,21 @@ class _Story:
         self._details: dict[str, list[str]] = {}
         self._later: list[str] = []
         self._published = 0
+        self._lost: dict[str, int] = {}
+        self._fallen = 0
+
+    def remember(self, time: float, event: Evicted) -> None:
+        """An eviction, of which somebody may yet ask."""
+        self.evictions[event.use, event.request] = time, event
+        if len(self.evictions) > _EVICTIONS_MAX:
+            del self.evictions[next(iter(self.evictions))]
 
     def begin(self, time: float, event: RequestOpened | Acquired, history: History) -> None:
         """It was opened here; what is known of the tree at this instant is in `history`."""
         self.opened, self._time, self._later = event, time, []
         self._published = event.usable
         self._details = {}
+        self._lost, self._fallen = dict(event.lost), 0
         if "evicted" in event.lost:
             found = self.evictions.get((event.evicted_at, event.evicted_by))
             self._details["evicted"] = [self._eviction(event, found)]
@@ -199,7 +218,12 @@ class _Story:
     def went_on(self, time: float, event: Event) -> None:
         """Something happened to it afterwards."""
         after = f"after {time - self._time:.3f} s"
-        if isinstance(event, Waited):
+        if isinstance(event, FellBack):
+            for why, tokens in event.lost.items():
+                self._lost[why] = self._lost.get(why, 0) + tokens
+                self._fallen += tokens
+            self._later.append(f"{after}: a load did not come, stood on {event.boundary}")
+        elif isinstance(event, Waited):
             self._later.append(f"{after}: waited for {event.pages} pages and {event.states} states")
         elif isinstance(event, Granted) and event.asked != event.turn:
             self._later.append(f"{after}: was given what it had waited for")
@@ -210,15 +234,18 @@ class _Story:
             state = "with a state" if event.state == "adopted" else "without a new state"
             self._later.append(f"{after}: published up to {event.published}, {state}")
         elif isinstance(event, RequestEnded):
-            taken = event.reused - (self.opened.usable if self.opened is not None else 0)
-            over = f", took {taken} over from others" if taken else ""
+            stood = 0 if self.opened is None else self.opened.usable - self._fallen
+            taken = event.reused - stood
+            over = f", took {taken} over from others" if taken > 0 else ""
+            over += f", loaded {event.loaded} from the host" if event.loaded else ""
             self._later.append(f"{after}: {event.how}, computed {event.computed}{over}")
 
     def explanation(self) -> Explanation:
         """All of it."""
         event = self.opened
         assert event is not None
-        remedies = _remedies(event.lost, event.usable, event.branch_point, self.page_size)
+        usable = event.usable - self._fallen
+        remedies = _remedies(self._lost, usable, event.branch_point, self.page_size)
         if isinstance(event, RequestOpened) and event.wanted:
             wanted = ", ".join(f"{position} ({why})" for position, why in event.wanted)
             remedies.append(f"for the next one, it was asked to leave states at {wanted}")
@@ -226,10 +253,12 @@ class _Story:
             request=event.request,
             namespace=event.namespace,
             tokens=event.tokens,
-            usable=event.usable,
+            usable=usable,
+            device=min(usable, event.usable if event.device is None else event.device),
+            state_tier=event.state_tier,
             kv_prefix=event.kv_prefix,
             branch_point=event.branch_point,
-            reasons=_reasons(event.lost, self._details),
+            reasons=_reasons(self._lost, self._details),
             remedies=remedies,
             later=self._later,
         )
@@ -251,7 +280,12 @@ def _remedies(lost: dict[str, int], usable: int, branch: int | None, page_size: 
         remedies.append(f"a state at {branch} would have saved {branch - usable} tokens")
     if "evicted" in lost:
         pages = -(-lost["evicted"] // page_size)
-        remedies.append(f"{pages} more pages for the cache, or a policy that had kept these")
+        remedies.append(
+            f"{pages} more pages for the cache, a host tier with room for them, or a policy that "
+            "had kept these"
+        )
+    if "no_room" in lost:
+        remedies.append(f"room on the device for the {lost['no_room']} tokens that the host had")
     return remedies
 
 
@@ -268,8 +302,12 @@ def readable(explanation: Explanation) -> str:
     e = explanation
     name = f"request {e.request}: " if e.request else ""
     namespace = f" in namespace {e.namespace}" if any(e.namespace) else ""
+    host = e.usable - e.device
+    where = f" ({e.device} on the device, {host} from the host)" if host else ""
+    state = f"; the state at {e.usable} was on the {e.state_tier}" if e.state_tier else ""
     lines = [
-        f"{name}{e.usable} of {e.tokens} tokens reusable, KV of {e.kv_prefix}{namespace}",
+        f"{name}{e.usable} of {e.tokens} tokens reusable{where}, KV of {e.kv_prefix}"
+        f"{namespace}{state}",
         f"not reused: {sum(reason.tokens for reason in e.reasons)}",
     ]
     for reason in e.reasons:

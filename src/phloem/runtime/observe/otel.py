@@ -18,10 +18,13 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_co
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from phloem.events import (
+    CopyDropped,
     CopyEnded,
     CopyPlanned,
+    CopySubmitted,
     Event,
     Evicted,
+    FellBack,
     Granted,
     LeaseEnded,
     Refused,
@@ -78,8 +81,14 @@ class SpanSink:
             case CopyPlanned():
                 copy = self._copies[event.op] = self._begin("phloem.copy", event)
                 copy.set_attribute("phloem.copy.kind", event.kind)
+            case CopySubmitted():
+                self._submitted(event)
             case CopyEnded():
-                self._finish(self._copies.pop(event.op, None), event.error)
+                self._copied(event)
+            case CopyDropped():
+                self._finish(self._copies.pop(event.op, None), event.why)
+            case FellBack():
+                self._fell_back(event)
             case RuntimeStopped():
                 self._stopped(event)
             case _:
@@ -113,6 +122,7 @@ class SpanSink:
                 "gen_ai.usage.input_tokens": event.tokens,
                 "gen_ai.usage.cache_read.input_tokens": event.usable,
                 "phloem.kv_prefix": event.kv_prefix,
+                "phloem.reused.device": event.usable if event.device is None else event.device,
                 **{f"phloem.lost.{why}": tokens for why, tokens in event.lost.items()},
             }
         )
@@ -127,6 +137,7 @@ class SpanSink:
                 {
                     "gen_ai.usage.cache_read.input_tokens": event.reused,
                     "gen_ai.usage.cache_creation.input_tokens": event.computed,
+                    "phloem.loaded_from_host": event.loaded,
                     "phloem.published": event.published,
                     "phloem.how": event.how,
                 }
@@ -139,6 +150,30 @@ class SpanSink:
         if found is not None and found[1] == event.lease and not event.state_only:
             del self._requests[event.request]
             self._finish(found[0], "its caller left")
+
+    def _submitted(self, event: CopySubmitted) -> None:
+        copy = self._copies.get(event.op)
+        if copy is not None:
+            copy.set_attributes(
+                {"phloem.copy.queue": event.queue, "phloem.copy.bytes": event.bytes}
+            )
+            copy.add_event("phloem.submitted", timestamp=self._now())
+
+    def _copied(self, event: CopyEnded) -> None:
+        """The span lasts from the plan to the end; how long it was queued and ran is told apart."""
+        copy = self._copies.pop(event.op, None)
+        if copy is not None and event.started_ns is not None and event.ended_ns is not None:
+            ran = event.ended_ns - event.started_ns
+            copy.set_attributes(
+                {"phloem.copy.queued_ns": event.started_ns, "phloem.copy.ran_ns": ran}
+            )
+        self._finish(copy, event.error)
+
+    def _fell_back(self, event: FellBack) -> None:
+        found = self._requests.get(event.request)
+        if found is not None:
+            figures = {f"phloem.lost.{why}": tokens for why, tokens in event.lost.items()}
+            found[0].add_event("phloem.not_loaded", figures, timestamp=self._now())
 
     def _evicted(self, event: Evicted) -> None:
         found = self._requests.get(event.request)
