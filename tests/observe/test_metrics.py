@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from phloem import CacheRuntime, InvalidRequest
 from phloem.actors.tree.core import WritePolicy
-from phloem.actors.tree.results import Match
-from phloem.runtime.observe.counts import LOST, TIERS
+from phloem.actors.tree.results import LOST, Match
+from phloem.runtime.observe.counts import TIERS
 from phloem.runtime.observe.metrics import METRICS, MetricsServer
 from phloem.runtime.observe.otel import SpanSink
 

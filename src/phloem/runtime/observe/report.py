@@ -44,6 +44,7 @@ _REUSE_CSS = {
     "reused, from the host": "i",
     "no_state": "e",
     "evicted": "b",
+    "no_window": "j",
     "no_room": "c",
     "copy_failed": "c",
     "forgotten": "h",
