@@ -5,7 +5,7 @@ Next uses are what all three bounds are made of. A parent is never used later th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 from heapq import heappop, heappush
 
 import msgspec
@@ -18,7 +18,7 @@ from phloem.runtime.replay.requests import Workload
 __all__ = ["Bounds", "bounds", "ceiling", "clairvoyant", "dual", "kv_optimum"]
 
 _NEVER = 1 << 62
-_MULTIPLIERS = 60  # steps of the search for the best price of memory
+_STEPS = 50  # of each search for prices of memory
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class _Uses:
-    """When blocks are used: `ids[k]` of request k, of which it looks up the first `matchable[k]`."""
+    """When blocks are used: request k has `ids[k]` and looks up the first `matchable[k]`."""
 
     def __init__(self, workload: Workload) -> None:
         self.ids = [np.frombuffer(request.data, np.int32) for request in workload.requests]
@@ -94,140 +94,174 @@ def kv_optimum(workload: Workload, capacity: int, geometry: Geometry) -> float:
 
 
 class _Packing:
-    """Items of a future request and its deepest prefix: that KV and one state at its end.
+    """Items, by the last block of a prefix: its KV and a state at its end.
 
-    The KV of all items together is held once, a state for each end.
+    The KV of all items together is held once.
     """
 
     def __init__(self, page_bytes: int, state_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.state_bytes = state_bytes
         self.bytes = 0
-        self.items: dict[int, npt.NDArray[np.int32]] = {}  # by the request that will use it
-        self._latest: list[int] = []  # a heap of -request; some outdated
+        self.uses: dict[int, int] = {}  # the next request that ends there, by item
+        self._prefixes: dict[int, npt.NDArray[np.int32]] = {}
+        self._latest: list[tuple[int, int]] = []  # a heap of -request, item; some outdated
         self._pages: dict[int, int] = {}  # by block: how many items need it
-        self._states: dict[int, int] = {}  # by the last block before it
 
-    def put(self, request: int, prefix: npt.NDArray[np.int32]) -> None:
-        """An item, in place of a shallower one of the same request."""
-        former = self.items.get(request)
-        if former is not None and len(former) >= len(prefix):
-            return
-        if former is None:
-            heappush(self._latest, -request)
-        for block in prefix.tolist():
-            count = self._pages.get(block, 0)
-            self.bytes += 0 if count else self.page_bytes
-            self._pages[block] = count + 1
+    def put(self, prefix: npt.NDArray[np.int32], use: int) -> None:
+        """An item, or another use of it."""
         end = int(prefix[-1])
-        count = self._states.get(end, 0)
-        self.bytes += 0 if count else self.state_bytes
-        self._states[end] = count + 1
-        if former is not None:
-            self._release(former)
-        self.items[request] = prefix
-
-    def take(self, request: int) -> int:
-        """The item's request has come: how many blocks it finds."""
-        prefix = self.items.pop(request, None)
-        if prefix is None:
-            return 0
-        self._release(prefix)
-        return len(prefix)
+        if end not in self.uses:
+            self._prefixes[end] = prefix
+            self.bytes += self.state_bytes
+            for block in prefix.tolist():
+                count = self._pages.get(block, 0)
+                self.bytes += 0 if count else self.page_bytes
+                self._pages[block] = count + 1
+        self.uses[end] = use
+        heappush(self._latest, (-use, end))
 
     def drop_latest(self) -> None:
         """The item that is used last goes."""
-        request = -heappop(self._latest)
-        prefix = self.items.pop(request, None)
-        if prefix is not None:
-            self._release(prefix)
+        use, end = heappop(self._latest)
+        if self.uses.get(end) == -use:
+            self.drop(end)
 
-    def _release(self, prefix: npt.NDArray[np.int32]) -> None:
-        for block in prefix.tolist():
+    def drop(self, end: int) -> None:
+        """An item goes."""
+        del self.uses[end]
+        self.bytes -= self.state_bytes
+        for block in self._prefixes.pop(end).tolist():
             self._pages[block] -= 1
             if not self._pages[block]:
                 del self._pages[block]
                 self.bytes -= self.page_bytes
-        end = int(prefix[-1])
-        self._states[end] -= 1
-        if not self._states[end]:
-            del self._states[end]
-            self.bytes -= self.state_bytes
 
 
 def clairvoyant(workload: Workload, capacity: int, geometry: Geometry) -> float:
     """What a feasible schedule of KV and states that knows the future reaches.
 
-    Each request leaves, for every later one that uses a prefix of it next, the deepest such prefix
-    and a state at its end; the one used last is dropped first. Whole items only, so the schedule is
-    weak where one session fills the cache.
+    A later request would best start where it parts from all before it. There, each request that
+    passes leaves a state, and its KV up to there, for the next that will start there; what is used
+    last is dropped first. Whole prefixes only: weak where one session fills the cache.
     """
-    uses = _Uses(workload)
+    ids = [np.frombuffer(request.data, np.int32) for request in workload.requests]
+    starts = np.zeros(workload.distinct, np.bool_)
+    coming: dict[int, deque[int]] = {}
+    seen = np.zeros(workload.distinct, np.bool_)
+    for number, (blocks, request) in enumerate(zip(ids, workload.requests, strict=True)):
+        known = int(seen[blocks[: request.matchable]].sum())  # a prefix: ids are chained
+        if known:
+            starts[blocks[known - 1]] = True
+            coming.setdefault(int(blocks[known - 1]), deque()).append(number)
+        seen[blocks] = True
     packing = _Packing(geometry.kv_bytes * workload.block_size, geometry.state_bytes)
     hits = 0
-    for number, (ids, coming) in enumerate(zip(uses.ids, uses.next, strict=True)):
-        hits += packing.take(number)
-        if not len(ids):
-            continue
-        ends = np.flatnonzero(np.append(coming[1:] != coming[:-1], True))
-        for end in ends.tolist():
-            if coming[end] == _NEVER:
-                break
-            packing.put(int(coming[end]), ids[: end + 1])
-            while packing.bytes > capacity:
-                packing.drop_latest()
+    for number, (blocks, request) in enumerate(zip(ids, workload.requests, strict=True)):
+        places = np.flatnonzero(starts[blocks]).tolist()
+        held = [at for at in places if int(blocks[at]) in packing.uses]
+        found = max((at + 1 for at in held if at < request.matchable), default=0)
+        hits += found
+        for at in places:
+            end = int(blocks[at])
+            uses = coming[end]
+            while uses and uses[0] <= number:
+                uses.popleft()
+            if uses and (at >= found or end in packing.uses):
+                packing.put(blocks[: at + 1], uses[0])
+            elif end in packing.uses:
+                packing.drop(end)
+        while packing.bytes > capacity:
+            packing.drop_latest()
     return hits * workload.block_size / max(1, workload.tokens)
 
 
-def dual(workload: Workload, capacity: int, geometry: Geometry) -> float:
-    """A Lagrangian bound on any schedule of KV and states, with one price for memory.
+class _Rents:
+    """What each request could be served from, and which memory that would have taken.
 
-    Memory is rented by the slot between two requests. At price `x` for each byte and slot a request
-    k is best served from the prefix p that maximises `p - x * (KV kept since its last use + a state
-    kept since the last use of p)`; the sum of these and the price of the whole memory over all
-    slots bounds what is possible at any price, the lowest of them is the answer.
+    Memory is rented by the slot between two requests, at a price for each byte in each slot. A
+    request served from a prefix has rented its KV since the last use of each block, and a state
+    since the last use of the prefix's end.
     """
-    last = np.full(workload.distinct, -1, np.int64)
-    waits: list[npt.NDArray[np.int64]] = []
-    for number, request in enumerate(workload.requests):
-        ids = np.frombuffer(request.data, np.int32)
-        before = last[ids[: request.matchable]]
-        known = before[: int((before >= 0).sum())]  # a prefix: ids are chained
-        if len(known):
-            waits.append(number - known)
-        last[ids] = number
-    if not waits:
+
+    def __init__(self, workload: Workload, capacity: int, geometry: Geometry) -> None:
+        last = np.full(workload.distinct, -1, np.int64)
+        since: list[npt.NDArray[np.int64]] = []
+        until: list[int] = []
+        for number, request in enumerate(workload.requests):
+            ids = np.frombuffer(request.data, np.int32)
+            before = last[ids[: request.matchable]]
+            known = before[: int((before >= 0).sum())]  # a prefix: ids are chained
+            if len(known):
+                since.append(known)
+                until.append(number)
+            last[ids] = number
+        size = workload.block_size
+        self.slots = len(workload.requests)
+        self.capacity = float(capacity)
+        self.page_bytes = float(geometry.kv_bytes * size)
+        self.state_bytes = float(geometry.state_bytes)
+        lengths = np.array([len(one) for one in since], np.int64)
+        self.any = len(since) > 0
+        self.since = np.concatenate([*since, np.empty(0, np.int64)])
+        self.lengths = lengths
+        self.starts = lengths.cumsum() - lengths
+        self.until = np.repeat(np.array(until, np.int64), lengths)
+        self.worth = (np.arange(len(self.since)) - np.repeat(self.starts, lengths) + 1.0) * size
+
+    def price(self, prices: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+        """The bound at these prices, and how many bytes each slot would then be asked for."""
+        total = np.concatenate(([0.0], prices.cumsum()))
+        wait = total[self.until] - total[self.since]
+        running = wait.cumsum()
+        before = np.repeat(running[self.starts] - wait[self.starts], self.lengths)
+        gain = self.worth - (running - before) * self.page_bytes - wait * self.state_bytes
+        best = np.maximum.reduceat(gain, self.starts)
+        value = self.capacity * float(total[-1]) + float(np.maximum(best, 0.0).sum())
+        return value, self._asked(gain, best)
+
+    def _asked(
+        self, gain: npt.NDArray[np.float64], best: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Bytes that are rented in each slot when each request takes its best prefix."""
+        places = np.arange(len(gain))
+        ends = np.where(gain == np.repeat(best, self.lengths), places, len(gain))
+        end = np.minimum.reduceat(ends, self.starts)
+        taken = places <= np.repeat(np.where(best > 0, end, -1), self.lengths)
+        change = np.zeros(self.slots + 1)
+        np.add.at(change, self.since[taken], self.page_bytes)
+        np.add.at(change, self.until[taken], -self.page_bytes)
+        end = end[best > 0]
+        np.add.at(change, self.since[end], self.state_bytes)
+        np.add.at(change, self.until[end], -self.state_bytes)
+        return change.cumsum()[:-1]
+
+
+def dual(workload: Workload, capacity: int, geometry: Geometry) -> float:
+    """A Lagrangian bound on any schedule of KV and states.
+
+    Whatever the price of memory in each slot, the gains of all requests at that price and the price
+    of the whole memory bound what is possible. First the best price for all slots alike is sought,
+    then prices of their own, raised where more is asked for than there is, and lowered where less.
+    """
+    rents = _Rents(workload, capacity, geometry)
+    if not rents.any:
         return 0.0
-    size = workload.block_size
-    wait = np.concatenate(waits).astype(np.float64)
-    lengths = np.array([len(one) for one in waits])
-    starts = np.concatenate(([0], lengths.cumsum()[:-1]))
-    depth = np.arange(1, len(wait) + 1) - np.repeat(starts, lengths)
-    running = wait.cumsum()
-    kept = running - np.repeat(running[starts] - wait[starts], lengths)
-    rent = kept * (geometry.kv_bytes * size) + wait * geometry.state_bytes
-    worth = depth * float(size)
-    slots = float(len(workload.requests)) * capacity
-
-    def at(price: float) -> float:
-        best = np.maximum.reduceat(worth - price * rent, starts)
-        return price * slots + float(np.maximum(best, 0.0).sum())
-
-    return _least(at, float(worth.sum()) / slots) / max(1, workload.tokens)
-
-
-def _least(function: Callable[[float], float], high: float) -> float:
-    """The least value of a convex function between 0 and `high`, closely, never below it."""
-    low, best = 0.0, function(0.0)
-    for _ in range(_MULTIPLIERS):
+    alike = np.ones(rents.slots)
+    low, high = 0.0, float(rents.worth.sum()) / (rents.slots * capacity)
+    best = rents.price(alike * 0.0)[0]
+    for _ in range(_STEPS):
         third = (high - low) / 3
-        left, right = function(low + third), function(high - third)
+        left, right = (rents.price(alike * at)[0] for at in (low + third, high - third))
         best = min(best, left, right)
-        if left < right:
-            high -= third
-        else:
-            low += third
-    return best
+        low, high = (low, high - third) if left < right else (low + third, high)
+    prices = alike * (low + high) / 2
+    for step in range(_STEPS):
+        value, asked = rents.price(prices)
+        best = min(best, value)
+        excess = np.clip(asked / capacity - 1, -1, 1)
+        prices *= np.exp(excess / np.sqrt(step + 1))
+    return best / max(1, workload.tokens)
 
 
 def bounds(workload: Workload, capacity: int, geometry: Geometry) -> Bounds:
