@@ -22,7 +22,7 @@ SCENARIOS: tuple[int, ...] = (
 # fmt: on
 
 # What will cover the scenarios that no test is yet, or why none will.
-CAPABILITIES = failure_modes.CAPABILITIES | {"the window component", "policies on traces"}
+CAPABILITIES = failure_modes.CAPABILITIES | {"the window component"}
 LATER: dict[int, str] = {
     34: "not offered: keys are compared by the tree alone",
     145: "storage tier",
@@ -48,9 +48,6 @@ LATER: dict[int, str] = {
     197: "the window component",
     199: "storage tier",
     202: "not offered: disaggregated decoding",
-    214: "policies on traces",
-    215: "policies on traces",
-    217: "policies on traces",
 }
 
 
