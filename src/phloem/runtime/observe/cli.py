@@ -87,7 +87,12 @@ def report(arguments: Sequence[str]) -> int:
 
 def top(arguments: Sequence[str]) -> int:
     """`phloem top LOG`: until interrupted."""
-    parser = _parser("top", "Shows pools, rates, queues and requests of a log being written.")
+    parser = _parser(
+        "top",
+        "Shows pools, rates, queues and requests of a cache at work: from a log that it writes, or "
+        "from the socket at which it serves (serve_top).",
+        "events as JSON lines, or a socket",
+    )
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds; default: 1")
     parser.add_argument("--once", action="store_true", help="show what is there and end")
     options = parser.parse_args(arguments)
@@ -102,9 +107,11 @@ def top(arguments: Sequence[str]) -> int:
     return _OK
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
+def _parser(
+    command: str, description: str, log: str = "events as JSON lines"
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"phloem {command}", description=description)
-    parser.add_argument("log", type=Path, metavar="LOG", help="events as JSON lines")
+    parser.add_argument("log", type=Path, metavar="LOG", help=log)
     return parser
 
 

@@ -41,9 +41,7 @@ _MEANING = {
     "evicted": "they were cached and made room",
     "forgotten": "they were probably cached, too long ago to say when they went",
     "no_state": "their KV is cached, but there is no state at the end of it to go on from",
-    **{
-        f"no_{kind}": f"the {kind} that is needed in front of them has gone" for kind in SPANS
-    },
+    **{f"no_{kind}": f"the {kind} that is needed in front of them has gone" for kind in SPANS},
     "no_room": "the host has them, and the device had no room for them",
     "copy_failed": "the host has them, and their copy to the device failed",
 }

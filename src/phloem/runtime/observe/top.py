@@ -1,9 +1,8 @@
-"""`phloem top`: a cache at work, in the terminal, from the log that it writes."""
+"""`phloem top`: a cache at work, in the terminal, from its log or from itself."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from phloem.errors import InvalidRequest
-from phloem.runtime.observe.figures import Figures, PoolCounts
+from phloem.runtime.observe.figures import Figures
+from phloem.runtime.observe.live import KEPT, LiveView
+from phloem.runtime.observe.snapshot import Snapshot, snapshot
 from phloem.runtime.tracing import Entry, EntryDecoder
 
 __all__ = ["LogTail", "picture", "watch"]
 
-_KEPT = 2000  # spans of each kind that are remembered
-_SLOWEST = 8
 _READ_BYTES = 1 << 20
 
 
@@ -55,101 +54,118 @@ def watch(
     console: Console | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the log until interrupted, or once. Raises `InvalidRequest` for a bad interval."""
+    """Show a log, or the cache that serves at a socket, until interrupted or it ends, or once.
+
+    Raises `InvalidRequest` for a bad interval.
+    """
     if every_s <= 0:
         raise InvalidRequest(f"every {every_s} seconds; the interval is above 0")
     console = console or Console()
-    tail, figures = LogTail(path), Figures(kept=_KEPT)
+    source = LiveView(path) if Path(path).is_socket() else _FollowedLog(path)
     try:
-        _catch_up(tail, figures)
+        now = source.look(every_s)
         if once:
-            console.print(picture(figures, every_s))
+            console.print(picture(now))
             return
-        with Live(picture(figures, every_s), console=console, auto_refresh=False) as live:
+        with Live(picture(now), console=console, auto_refresh=False) as live:
             while True:
                 sleep(every_s)
-                _catch_up(tail, figures)
-                live.update(picture(figures, every_s), refresh=True)
+                live.update(picture(source.look(every_s)), refresh=True)
     finally:
-        tail.close()
+        source.close()
 
 
-def _catch_up(tail: LogTail, figures: Figures) -> None:
-    while entries := tail.read():
-        for entry in entries:
-            figures.add(entry.time, entry.event)
+class _FollowedLog:
+    """A log as something to look at."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._tail, self._figures = LogTail(path), Figures(kept=KEPT)
+
+    def look(self, every_s: float) -> Snapshot:
+        while entries := self._tail.read():
+            for entry in entries:
+                self._figures.add(entry.time, entry.event)
+        return snapshot(self._figures, every_s)
+
+    def close(self) -> None:
+        self._tail.close()
 
 
-def picture(figures: Figures, window_s: float) -> RenderableType:
-    """What `figures` say now; rates are those of the last ten windows."""
-    if figures.started is None:
-        return Panel(Text("no runtime has started in this log"))
-    seconds = max(10 * window_s, 1e-9)
+def picture(now: Snapshot) -> RenderableType:
+    """A snapshot for the terminal."""
+    if not now.started:
+        return Panel(Text("no runtime has started yet"))
+    missed = f"; {now.missed} events are missing" if now.missed else ""
     parts = {
-        "pools": _pools(figures.pools),
-        f"rates, over {seconds:g} s": _rates(figures, figures.last - seconds, seconds),
-        "requests: the oldest that run, then the latest that ended": _requests(figures),
+        "pools": _pools(now),
+        f"rates, over {now.window_s:g} s{missed}": _rates(now),
+        "copies": _queues(now),
+        "requests: the oldest that run, then the latest that ended": _requests(now),
     }
     return Group(*(Panel(part, title=title, title_align="left") for title, part in parts.items()))
 
 
-def _pools(pools: dict[str, PoolCounts]) -> RenderableType:
+def _pools(now: Snapshot) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    for name, pool in pools.items():
-        held = pool.held
+    for name, pool in now.pools.items():
+        held, used = pool.held, pool.size - pool.held["free"]
         table.add_row(
-            name,
-            ProgressBar(total=max(pool.size, 1), completed=pool.size - held["free"], width=30),
-            f"{pool.size - held['free']} of {pool.size}",
+            name.replace("_", " "),
+            ProgressBar(total=max(pool.size, 1), completed=used, width=30),
+            f"{used} of {pool.size}",
             f"tree {held['tree']}, granted {held['granted']}, parked {held['parked']}",
         )
     return table
 
 
-def _rates(figures: Figures, since: float, seconds: float) -> RenderableType:
-    lookups = [lookup for lookup in figures.lookups if lookup.time > since]
-    reused = sum(lookup.device + lookup.host for lookup in lookups)
-    lost: dict[str, int] = {}
-    for lookup in lookups:
-        for why, tokens in lookup.lost.items():
-            lost[why] = lost.get(why, 0) + tokens
-    asked = reused + sum(lost.values())
-    gone = [eviction for eviction in figures.evictions if eviction.time > since]
-    copied = [copy for copy in figures.copies if copy.end is not None and copy.end > since]
-    reasons = sorted(lost.items(), key=lambda item: -item[1])[:3]
-    table = Table.grid(padding=(0, 3))
-    table.add_row("lookups", f"{len(lookups) / seconds:.1f} a second")
+def _rates(now: Snapshot) -> RenderableType:
+    reused = now.device_tokens + now.host_tokens
+    asked = reused + sum(now.lost.values())
     share = f"{100 * reused / asked:.1f} %" if asked else "none"
-    table.add_row("reused", f"{share} of {asked} tokens")
-    table.add_row("lost", ", ".join(f"{tokens} {why}" for why, tokens in reasons) or "nothing")
-    table.add_row("evicted", f"{sum(one.pages for one in gone) / seconds:.1f} pages a second")
-    table.add_row("copied", f"{sum(copy.bytes for copy in copied) / seconds / 1e6:.3f} MB a second")
-    table.add_row(
-        "waiting",
-        f"{len(figures.waiting)} for room, {len(figures.in_flight)} copies, "
-        f"{len(figures.open_steps)} passes",
+    host = f", {100 * now.host_tokens / asked:.1f} % from the host" if now.host_tokens else ""
+    reasons = sorted(now.lost.items(), key=lambda item: -item[1])[:3]
+    gone = ", ".join(
+        f"{pages / now.window_s:.1f} pages a second from the {tier}"
+        for tier, pages in now.evicted.items()
     )
+    table = Table.grid(padding=(0, 3))
+    table.add_row("lookups", f"{now.lookups / now.window_s:.1f} a second")
+    table.add_row("reused", f"{share} of {asked} tokens{host}")
+    table.add_row("lost", ", ".join(f"{tokens} {why}" for why, tokens in reasons) or "nothing")
+    table.add_row("evicted", gone or "nothing")
+    table.add_row("waiting", f"{now.waiting} for room, {now.passes} passes are open")
     return table
 
 
-def _requests(figures: Figures) -> RenderableType:
-    running = sorted(figures.running.values(), key=lambda request: request.start)
-    ended = deque((r for r in figures.requests if r.end is not None), maxlen=_SLOWEST)
+def _queues(now: Snapshot) -> RenderableType:
+    if not now.queues:
+        return Text("none so far", style="dim")
     table = Table(box=None, padding=(0, 2))
-    for name in ("request", "tokens", "reused", "for", "state"):
-        table.add_column(name, justify="left" if name in ("request", "state") else "right")
-    for request in running[:_SLOWEST]:
-        state = "computes" if request.first_step is not None else "begins"
-        if any(wait.end is None for wait in request.waits):
-            state = "waits for room"
-        age = figures.last - request.start
+    table.add_column("queue")
+    for name in ("a second", "MB a second", "busy", "in flight"):
+        table.add_column(name, justify="right")
+    for name, queue in now.queues.items():
         table.add_row(
-            Text(request.name), str(request.tokens), str(request.reused), f"{age:.3f} s", state
+            name,
+            f"{queue.copies / now.window_s:.1f}",
+            f"{queue.bytes / now.window_s / 1e6:.3f}",
+            f"{100 * queue.busy_s / now.window_s:.1f} %",
+            str(queue.in_flight),
         )
-    for request in reversed(ended):
-        age = (request.end or request.start) - request.start
+    return table
+
+
+def _requests(now: Snapshot) -> RenderableType:
+    table = Table(box=None, padding=(0, 2))
+    for name in ("request", "tokens", "reused", "of it loaded", "for", "state"):
+        table.add_column(name, justify="left" if name in ("request", "state") else "right")
+    for request in now.requests:
         table.add_row(
-            Text(request.name), str(request.tokens), str(request.reused), f"{age:.3f} s",
-            Text(request.how, style="dim"),
-        )  # fmt: skip
+            Text(request.name),
+            str(request.tokens),
+            str(request.reused),
+            str(request.loaded),
+            f"{request.seconds:.3f} s",
+            Text(request.state, style="dim" if request.over else ""),
+        )
     return table
