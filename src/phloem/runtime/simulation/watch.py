@@ -6,6 +6,7 @@
 * Order, actions and acknowledgements: `protocol`.
 * Fairness: `fairness`; nobody waits for ever, since a run that stands still is an error.
 * History: the tree, leases and pools as rebuilt from the event log are those that live.
+* Reasons: every token of a prompt is reused or lost for a reason.
 * Bounds: queues stay within what was promised.
 * The runtime's own audit, and at the end: nothing is owned by anybody who has left.
 """
@@ -45,6 +46,7 @@ from phloem.runtime.simulation.fairness import Fairness
 from phloem.runtime.simulation.model import Violation
 from phloem.runtime.simulation.places import Places
 from phloem.runtime.simulation.protocol import Protocol
+from phloem.runtime.simulation.reasons import Reasons
 
 __all__ = ["EventLog", "Watch"]
 
@@ -112,6 +114,7 @@ class Watch:
         leaks_allowed: bool = False,
     ) -> None:
         self.places = Places()
+        self.reasons = Reasons()
         self.protocol = Protocol(self.places)
         self.fairness = Fairness(now_ns)
         self.audits = 0
@@ -136,6 +139,7 @@ class Watch:
         self._log.add(now_ns, event)
         try:
             self.places(event)
+            self.reasons(event)
             self._note(event)
             self._history.add(now_ns / 1e9, event)
         except Violation as error:
