@@ -102,7 +102,9 @@ class PoolFigures(NamedTuple):
 
     `evictable` counts what no lease protects; `granted` what requests hold outside the tree;
     `in_flight` what is leaving for the host, and so free by itself in a moment, or being loaded.
-    Together with `free`, `parked` and `protected` they make the `size`.
+    Together with `free`, `parked` and `protected` they make the `size`. A place takes `place_bytes`
+    bytes. Where pages and states share one memory, `shared` of the free ones are counted by both
+    pools: who takes them, takes them from the other.
     """
 
     component: str
@@ -114,12 +116,16 @@ class PoolFigures(NamedTuple):
     protected: int
     granted: int
     in_flight: int
+    place_bytes: int = 0
+    shared: int = 0
 
     def __str__(self) -> str:
+        each = f", {self.place_bytes} bytes each" if self.place_bytes else ""
+        shared = f" ({self.shared} of them in blank frames)" if self.shared else ""
         return (
-            f"{self.component}: asked {self.asked} of {self.size}, free {self.free}, "
+            f"{self.component}: asked {self.asked} of {self.size}, free {self.free}{shared}, "
             f"parked {self.parked}, evictable {self.evictable}, protected {self.protected}, "
-            f"granted {self.granted}, in flight {self.in_flight}"
+            f"granted {self.granted}, in flight {self.in_flight}{each}"
         )
 
 
@@ -134,3 +140,8 @@ class NoRoom(PhloemError):
         super().__init__(f"{why}: " + "; ".join(map(str, figures)))
         self.figures = figures
         self.deadlock = deadlock
+
+    @property
+    def bytes_asked(self) -> int:
+        """What was asked of all pools, in bytes."""
+        return sum(pool.asked * pool.place_bytes for pool in self.figures)

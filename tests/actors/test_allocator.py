@@ -108,8 +108,8 @@ async def test_a_refusal_carries_the_figures_and_others_go_on(inline: bool) -> N
             await cache.allocate(pages=6, states=4, wait=False)
         assert not caught.value.deadlock
         assert caught.value.figures == (
-            PoolFigures("kv", 6, 10, 3, 0, 2, 2, 3, 0),
-            PoolFigures("state", 4, 5, 2, 0, 1, 1, 1, 0),
+            PoolFigures("kv", 6, 10, 3, 0, 2, 2, 3, 0, 128),
+            PoolFigures("state", 4, 5, 2, 0, 1, 1, 1, 0, 32),
         )
         assert "asked 6 of 10, free 3" in str(caught.value)
         (told,) = here.of_type(Refused)

@@ -112,8 +112,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "who fits is served before who waits",
         ALLOCATOR,
-        "if not self._holders and not self._newcomers and self._fits(message):",
-        "if self._fits(message):",
+        "if not ahead and ledger.fits(pages, states, last=not message.evict):",
+        "if ledger.fits(pages, states, last=not message.evict):",
     ),
     Mutant(
         "a deadlock of holders is not broken",

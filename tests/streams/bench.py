@@ -19,7 +19,8 @@ from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.hazards import HazardChecker
 from phloem.cuda_streams.host import ordinary_memory
 from phloem.cuda_streams.mover import RowMover
-from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
+from phloem.cuda_streams.pools import DevicePools, HostPools
+from phloem.cuda_streams.rows import RowPool
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.cuda_streams.virtual import VirtualEngine
 from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec

@@ -23,7 +23,7 @@ from phloem.cuda_streams.dispatch import Dispatcher
 from phloem.cuda_streams.engine import Ticket, TicketState
 from phloem.cuda_streams.fences import Fence, LoopPoster, Stream
 from phloem.cuda_streams.hazards import HazardChecker
-from phloem.cuda_streams.pools import RowPool
+from phloem.cuda_streams.rows import RowPool
 from phloem.cuda_streams.threads import WorkerStream
 from phloem.cuda_streams.virtual import VirtualEngine, VirtualStream
 from streams.bench import RANKS, Bench, apply

@@ -16,9 +16,9 @@ from phloem.cuda_streams.dispatch import Dispatcher, Fault
 from phloem.cuda_streams.fences import Fence, Post
 from phloem.cuda_streams.hazards import HazardChecker
 from phloem.cuda_streams.orders import Answer, Order, Pass
-from phloem.cuda_streams.pools import RowPool
 from phloem.cuda_streams.rank import Rank
 from phloem.cuda_streams.ranks import RankedEngine, RankedStream
+from phloem.cuda_streams.rows import RowPool
 from phloem.cuda_streams.virtual import Link, VirtualEngine, VirtualStream
 
 T = TypeVar("T")

@@ -10,7 +10,9 @@ import torch
 
 from phloem.cuda_streams.batches import Copy, CopyBatch
 from phloem.cuda_streams.fences import LoopPoster
-from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
+from phloem.cuda_streams.pools import DevicePools, HostPools
+from phloem.cuda_streams.rows import RowPool
+from phloem.cuda_streams.specs import FrameShape
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.errors import InvalidRequest
 from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec
@@ -320,3 +322,82 @@ class TestRowPool:
 def test_specs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         RECURRENT.name = "other"  # type: ignore[misc]
+
+
+class TestOneMemory:
+    def test_each_place_has_its_own_bytes_within_its_frame(self) -> None:
+        pools = DevicePools.share(HYBRID, nbytes=20_000, page_size=4)
+        shape = pools.frame
+        assert shape is not None and pools.nbytes <= 20_000 < pools.nbytes + shape.nbytes
+        frames = pools.nbytes // shape.nbytes
+        assert (pools.pages, pools.slots) == (frames * shape.pages, frames - 1)
+        memory = torch.empty(0, dtype=torch.uint8).set_(
+            pools.kv_rows.parts(HYBRID.kv_layers[0])[0].untyped_storage()
+        )
+        assert len(memory) == pools.nbytes
+        owner = torch.zeros(pools.nbytes, dtype=torch.int64)
+        for rows, first, each in ((pools.kv_rows, 0, 1), (pools.state_rows, 1, shape.pages)):
+            for place in range(rows.count):
+                memory.zero_()
+                for layer in range(rows.layers):
+                    for part in rows.parts(layer):
+                        part[place] += 1
+                touched = memory.nonzero().flatten()
+                assert int(memory.max()) == 1, "parts of a place lie over each other"
+                start = first * shape.nbytes + place * each * shape.page_bytes
+                assert start <= int(touched.min()) and len(touched) == rows.row_bytes
+                assert int(touched.max()) < start + each * shape.page_bytes
+                if rows is pools.kv_rows:
+                    assert not owner[touched].any(), "pages lie over each other"
+                    owner[touched] = place + 1
+        assert pools.kv[HYBRID.kv_layers[0]].k.shape == (pools.pages, 4, 2, 8)
+        assert pools.states[HYBRID.state_layers[0]]["recurrent"].shape == (pools.slots, 4, 8, 8)
+
+    def test_rows_of_one_memory_copy_like_any_others(self) -> None:
+        shared = DevicePools.share(HYBRID, nbytes=60_000, page_size=4)
+        apart = DevicePools.allocate(HYBRID, pages=4, states=3, page_size=4)
+        assert shared.kv_rows.part_bytes == apart.kv_rows.part_bytes
+        assert shared.state_rows.part_bytes == apart.state_rows.part_bytes
+        host = HostPools.allocate(shared, pages=3, states=3)
+        for layer in apart.states.values():
+            layer["recurrent"][1] = torch.rand(4, 8, 8)
+
+        async def copy() -> None:
+            engine = ThreadEngine(LoopPoster(asyncio.get_running_loop()))
+            try:
+                for batch in (
+                    CopyBatch("d2h", (Copy(apart.state_rows, host.state_rows, [1], [2]),)),
+                    CopyBatch("h2d", (Copy(host.state_rows, shared.state_rows, [2], [3]),)),
+                ):
+                    await engine.submit(batch)
+            finally:
+                engine.close()
+
+        asyncio.run(copy())
+        for number, layer in apart.states.items():
+            assert torch.equal(shared.states[number]["recurrent"][3], layer["recurrent"][1])
+
+    @pytest.mark.parametrize(
+        ("page", "slot", "pages", "waste"),
+        [
+            (393_216, 39_500_000, 100, 0.01),  # gated delta nets beside grouped attention, bfloat16
+            (1 << 20, 26_800_000, 26, 0.02),
+            (128, 1024, 8, 0),
+            (160, 144, 1, 0.1),
+            (1600, 1760, 1, 0.1),
+            (1600, 3040, 2, 0.06),
+        ],
+    )
+    def test_the_frame_wastes_little(self, page: int, slot: int, pages: int, waste: float) -> None:
+        shape = FrameShape.of(page, slot)
+        assert shape.pages == pages and shape.page_bytes * pages == shape.nbytes
+        assert shape.page_bytes >= page and shape.slot_bytes >= slot
+        assert shape.page_bytes % 16 == 0
+        assert 1 - min(page * pages, slot) / shape.nbytes <= waste
+
+    def test_what_has_not_both_kinds_cannot_share(self) -> None:
+        attention = ModelLayout.attention_only(layers=1, kv_heads=1, head_dim=4)
+        with pytest.raises(InvalidRequest, match="one of them is missing"):
+            DevicePools.share(attention, nbytes=1 << 20, page_size=4)
+        with pytest.raises(InvalidRequest, match="3 are needed"):
+            DevicePools.share(HYBRID, nbytes=1000, page_size=4)

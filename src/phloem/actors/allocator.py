@@ -23,6 +23,7 @@ from phloem.actors.messages import (
     GiveBack,
     MadeRoom,
     MakeRoom,
+    MoveBorder,
     NotReserved,
     Reserved,
     Retry,
@@ -150,9 +151,10 @@ class AllocatorActor:
         if not pages and not states:  # nothing opens no account: nobody would ever close it
             none: Ids = array("i")
             return Grant(ledger, message.account, message.owner, none, none[:])
-        if pages > ledger.kv.size or states > ledger.state.size:
+        if not ledger.ever_fits(pages, states):
             raise self._no_room(message)
-        if not self._holders and not self._newcomers and self._fits(message):
+        ahead = self._holders or self._newcomers
+        if not ahead and ledger.fits(pages, states, last=not message.evict):
             return self._grant(message, self._domain.turns)
         if not message.evict:
             raise self._no_room(message)
@@ -184,7 +186,7 @@ class AllocatorActor:
         domain, ledger = self._domain, self._ledger
         message = Allocate(action.pages, action.states, f"op {action.op}")
         assert self._tree is not None
-        too_much = action.pages > ledger.kv.size or action.states > ledger.state.size
+        too_much = not ledger.ever_fits(action.pages, action.states)
         if too_much or self._holders or self._newcomers:
             domain.send(self._tree, NotReserved(action.op))
             return
@@ -194,14 +196,17 @@ class AllocatorActor:
         self._newcomers.append(waiter)
         self._pump()
 
-    def _fits(self, message: Allocate) -> bool:
-        ledger = self._ledger
-        return message.pages <= ledger.kv.free and message.states <= ledger.state.free
+    def _fits(self, waiter: _Waiter) -> bool:
+        message = waiter.message
+        return self._ledger.fits(message.pages, message.states, last=waiter.tried)
 
     def _grant(self, message: Allocate, asked: int) -> Grant:
         account, pages, states = self._ledger.grant(
             message.pages, message.states, message.owner, message.account
         )
+        if states and self._ledger.ask_for_spare():
+            assert self._tree is not None
+            self._domain.send(self._tree, MoveBorder())
         if self._emit is not None:
             self._emit(
                 Granted(
@@ -235,7 +240,7 @@ class AllocatorActor:
             waiter = self._head()
             if waiter is None:
                 break
-            if self._fits(waiter.message):
+            if self._fits(waiter):
                 self._serve(waiter)
             elif not waiter.tried:
                 self._ask(waiter)
@@ -310,16 +315,9 @@ class AllocatorActor:
         assert self._tree is not None
         waiter.tried = True
         self._asking = waiter
-        message, ledger = waiter.message, self._ledger
-        self._domain.send(
-            self._tree,
-            MakeRoom(
-                max(0, message.pages - ledger.kv.free),
-                max(0, message.states - ledger.state.free),
-                message.owner,
-            ),
-            waiter.context,
-        )
+        message = waiter.message
+        short = self._ledger.short_of(message.pages, message.states)
+        self._domain.send(self._tree, MakeRoom(*short, message.owner), waiter.context)
 
     def _on_made_room(self, message: MadeRoom) -> None:
         del message
@@ -371,7 +369,7 @@ class AllocatorActor:
         if "" in holding or not holding <= {waiter.message.owner for waiter in waiters}:
             return False  # somebody may give back; who gave no name may be anybody
         for waiter in waiters:
-            if self._fits(waiter.message):
+            if self._fits(waiter):
                 self._serve(waiter)
                 return True
         for waiter in waiters:
@@ -418,24 +416,28 @@ class AllocatorActor:
             PoolFigures(
                 "kv",
                 pages,
-                kv.size,
-                kv.free,
+                kv.extent,
+                kv.room,
                 kv.parked,
                 tree.pages_evictable,
                 tree.pages_protected,
                 kv.granted - pages_arriving,
                 tree.pages_leaving + pages_arriving,
+                kv.place_bytes,
+                kv.room - kv.free,
             ),
             PoolFigures(
                 "state",
                 states,
-                state.size,
-                state.free,
+                state.extent,
+                state.room,
                 state.parked,
                 tree.states_evictable,
                 tree.states_protected,
                 state.granted - states_arriving,
                 tree.states_leaving + states_arriving,
+                state.place_bytes,
+                state.room - state.free,
             ),
         )
 

@@ -41,7 +41,7 @@ class HostAllocatorActor:
     def _on_reserve(self, action: Reserve) -> None:
         assert self._tree is not None
         ledger = self._ledger
-        if action.pages > ledger.kv.size or action.states > ledger.state.size:
+        if not ledger.ever_fits(action.pages, action.states):
             self._domain.send(self._tree, NotReserved(action.op))
         elif not self._asking and self._fits(action):
             self._grant(action)
@@ -51,8 +51,7 @@ class HostAllocatorActor:
                 self._ask()
 
     def _fits(self, action: Reserve) -> bool:
-        ledger = self._ledger
-        return action.pages <= ledger.kv.free and action.states <= ledger.state.free
+        return self._ledger.fits(action.pages, action.states)
 
     def _grant(self, action: Reserve) -> None:
         assert self._tree is not None
@@ -73,13 +72,9 @@ class HostAllocatorActor:
 
     def _ask(self) -> None:
         assert self._tree is not None
-        action, ledger = self._asking[0], self._ledger
-        short = MakeHostRoom(
-            max(0, action.pages - ledger.kv.free),
-            max(0, action.states - ledger.state.free),
-            action.op,
-        )
-        self._domain.send(self._tree, short)
+        action = self._asking[0]
+        short = self._ledger.short_of(action.pages, action.states)
+        self._domain.send(self._tree, MakeHostRoom(*short, action.op))
 
     def _on_made_room(self, message: MadeHostRoom) -> None:
         del message

@@ -38,6 +38,8 @@ Indices: TypeAlias = "npt.NDArray[np.intp] | slice[int, int, None]"
 class Pool:
     """One pool: `size` cells, of which cell 0 is reserved and never granted."""
 
+    place_bytes = 0  # of one place, for those who report; 0: not known
+
     def __init__(self, component: Component, size: int) -> None:
         if size < 1:
             raise InvalidRequest(f"the {component} pool has {size} places; place 0 is reserved")
@@ -54,12 +56,22 @@ class Pool:
         self.free = size - 1  # places that can be granted at once: the stack's first so many
         self.parked = 0
         self.tree = 0
-        self.granted = 0
+        self.granted: int = 0
 
     @property
     def free_places(self) -> Ids:
         """The places that can be granted at once, the next one last; a copy."""
         return self._stack[self.size - self.free :][::-1]
+
+    @property
+    def room(self) -> int:
+        """Places that can be granted at once; pools of one memory count the same bytes."""
+        return self.free
+
+    @property
+    def extent(self) -> int:
+        """Places that are owned or can be granted at once: room + parked + tree + granted."""
+        return self.size
 
     def take(self, count: int, account: int) -> tuple[Ids, Indices | None]:
         """Grant `count` free places, of which there must be so many, to `account`.
@@ -289,6 +301,23 @@ class Ledger:
     def pool(self, component: Component) -> Pool:
         """The pool of a component."""
         return self.kv if component == "kv" else self.state
+
+    def ask_for_spare(self) -> bool:
+        """Whether the tree is to be asked, and has not been, to leave room for one more state."""
+        return False
+
+    def fits(self, pages: int, states: int, *, last: bool = False) -> bool:
+        """Whether so much can be granted at once. `last`: nothing is to be freed for it."""
+        del last
+        return pages <= self.kv.free and states <= self.state.free
+
+    def short_of(self, pages: int, states: int) -> tuple[int, int]:
+        """What has to be freed before so many pages and states fit."""
+        return max(0, pages - self.kv.free), max(0, states - self.state.free)
+
+    def ever_fits(self, pages: int, states: int) -> bool:
+        """Whether so much could be granted if nothing else were owned."""
+        return pages <= self.kv.size and states <= self.state.size
 
     def grant(self, pages: int, states: int, owner: str, account: int = 0) -> tuple[int, Ids, Ids]:
         """Take from both pools for a new account, or for an existing one; both must have room."""

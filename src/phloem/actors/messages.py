@@ -36,6 +36,7 @@ __all__ = [
     "Match",
     "Open",
     "Prepare",
+    "MoveBorder",
     "NotReserved",
     "Release",
     "ReleaseState",
@@ -246,6 +247,10 @@ class MakeRoom(Message, frozen=True, gc=False, eq=False):
     states: int
     owner: str
     tell: bool = True
+
+
+class MoveBorder(Message, frozen=True, gc=False, eq=False):
+    """Of a memory shared by pages and states: see to it that a state will find a frame."""
 
 
 class Reset(Message, frozen=True, gc=False, eq=False):

@@ -17,6 +17,7 @@ from phloem.events import (
     CopyPlanned,
     Evicted,
     FellBack,
+    Granted,
     Inserted,
     Kept,
     LeaseEnded,
@@ -244,6 +245,19 @@ class Teller:
                 op=op,
                 kind=kind,
                 lease=0 if lease is None else lease.id,
+            )
+        )
+
+    def granted(self, owner: str, account: int, pages: Ids) -> None:
+        """The tree took free pages for a copy of its own."""
+        self._emit(
+            Granted(
+                **self._domain.joins(),
+                request=owner,
+                account=account,
+                pages=pages.tolist(),
+                states=[],
+                asked=self._domain.turns,
             )
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phloem.cuda_streams.fences import Fence
-from phloem.cuda_streams.pools import RowPool, Tier
+from phloem.cuda_streams.rows import RowPool, Tier
 from phloem.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phloem.cuda_streams.batches import Clear, Copy, CopyItem
 from phloem.cuda_streams.driver import Addresses, Driver
-from phloem.cuda_streams.pools import RowPool
+from phloem.cuda_streams.rows import RowPool
 
 __all__ = ["DeviceMover"]
 

@@ -1,152 +1,36 @@
 """Pools: the tensors that pages and slots live in, and the same memory as rows of bytes.
 
-A model sees tensors by layer, indexed by page id or slot. Copies see a `RowPool`: row `i` is page
-`i` (or slot `i`), and each model layer contributes zero or more *parts* to it:
+A model sees tensors by layer, indexed by page id or slot; copies see a `RowPool`. Parts of a row:
 
     device, kv        part of a layer:  [ K of the page | pad | V of the page | pad ]
     device, states    one part for each named state of a layer
-    host              the parts of all layers of a row side by side
+    host, shared      the parts of all layers of a row side by side
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phloem.cuda_streams.codec import Int8Codec
 from phloem.cuda_streams.host import HostMemory, available_bytes, ordinary_memory
-from phloem.cuda_streams.specs import KVSpec, Layered, LayerSpec, StateSpec, aligned, torch_dtype
+from phloem.cuda_streams.rows import RowPool
+from phloem.cuda_streams.specs import (
+    FrameShape,
+    KVSpec,
+    Layered,
+    LayerSpec,
+    StateSpec,
+    aligned,
+    torch_dtype,
+)
 from phloem.errors import HostMemoryShort, InvalidRequest
 
-__all__ = ["DevicePools", "HostPools", "LayerKV", "Pair", "RowPool", "Tier"]
-
-Tier = Literal["device", "host"]
-
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_BYTES = {word: size for size, word in _WORDS.items()}
-
-
-def _word_bytes(part: Tensor) -> int:
-    """The widest word that `part` (uint8 [rows, bytes]) can be seen in."""
-    sizes = (part.shape[1], part.stride(0), part.storage_offset())
-    return next(word for word in _WORDS if all(size % word == 0 for size in sizes))
-
-
-class Pair(NamedTuple):
-    """A part of a layer on its way: [count, words] each, of the widest word that fits both.
-
-    Where one side is coded both are bytes, and `convert` makes rows of the target of the source's.
-    """
-
-    target: Tensor
-    source: Tensor
-    convert: Callable[[Tensor], Tensor] | None
-
-
-class RowPool:
-    """`count` rows of bytes, each with its parts by model layer.
-
-    Ids are row numbers: page ids for a KV pool, slots for a state pool. Two pools with equal
-    `part_bytes` can be copied between, whatever their physical order. Those are plain bytes: a
-    pool below the device may keep some of its parts coded.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        tier: Tier,
-        count: int,
-        layers: Sequence[Sequence[Tensor]],
-        *,
-        whole: Tensor | None = None,
-        piece_rows: int | None = None,
-        codecs: Sequence[Sequence[Int8Codec | None]] | None = None,
-    ) -> None:
-        """`layers[l]` are the parts of model layer `l`: uint8 [count, bytes], dense in a row;
-        `codecs[l]` say how they are coded, if they are.
-
-        `whole`, for a page-first pool, is its memory [count, bytes]; the parts are views of it.
-        No single copy may cross a multiple of `piece_rows` rows of it.
-        """
-        for parts in layers:
-            for part in parts:
-                shape_ok = part.dtype == torch.uint8 and part.dim() == 2
-                if not shape_ok or part.shape[0] != count or part.stride(1) != 1:
-                    raise InvalidRequest(
-                        f"pool {name!r}: a part must be uint8 [{count}, bytes], dense in a row, "
-                        f"not {part.dtype} {tuple(part.shape)} with strides {part.stride()}"
-                    )
-        self.name = name
-        self.tier: Tier = tier
-        self.count = count
-        self.whole = whole
-        self.piece_rows = piece_rows or max(1, count)
-        self.codecs = (
-            tuple(map(tuple, codecs)) if codecs else tuple((None,) * len(parts) for parts in layers)
-        )
-        self.stored_bytes = tuple(tuple(part.shape[1] for part in parts) for parts in layers)
-        self.part_bytes = tuple(
-            tuple(
-                size if codec is None else codec.part_bytes
-                for size, codec in zip(sizes, coded, strict=True)
-            )
-            for sizes, coded in zip(self.stored_bytes, self.codecs, strict=True)
-        )
-        self._parts = tuple(tuple(parts) for parts in layers)
-        self._views = tuple(
-            tuple(part.view(_WORDS[_word_bytes(part)]) for part in parts) for parts in layers
-        )
-        self.row_bytes = sum(map(sum, self.stored_bytes)) if whole is None else whole.shape[1]
-        """Bytes of one row over all layers, alignment included."""
-
-    def __repr__(self) -> str:
-        return f"RowPool({self.name!r}, {self.tier}, {self.count} rows of {self.row_bytes} bytes)"
-
-    @property
-    def layers(self) -> int:
-        """The number of model layers, those without a part included."""
-        return len(self._parts)
-
-    @property
-    def is_coded(self) -> bool:
-        """Some part is not kept as plain bytes."""
-        return any(codec is not None for coded in self.codecs for codec in coded)
-
-    @property
-    def is_meta(self) -> bool:
-        """The rows have sizes but no bytes (torch's `meta` device): for simulations."""
-        return any(part.is_meta for parts in self._parts for part in parts)
-
-    def parts(self, layer: int) -> tuple[Tensor, ...]:
-        """The parts of a model layer as uint8 [count, bytes]; empty if it keeps nothing here."""
-        return self._parts[layer]
-
-    def words(self, layer: int) -> tuple[Tensor, ...]:
-        """The parts of a model layer as [count, words] of the widest word that fits each."""
-        return self._views[layer]
-
-    def pairs(self, layer: int, source: RowPool) -> list[Pair]:
-        """How the parts of a layer come here from `source`, which has equal `part_bytes`."""
-        out: list[Pair] = []
-        for number, (own, its) in enumerate(
-            zip(self._parts[layer], source._parts[layer], strict=True)
-        ):
-            own_codec, its_codec = self.codecs[layer][number], source.codecs[layer][number]
-            if own_codec == its_codec:
-                mine, theirs = self._views[layer][number], source._views[layer][number]
-                if mine.dtype != theirs.dtype:
-                    word = min(mine.dtype, theirs.dtype, key=_BYTES.__getitem__)
-                    mine, theirs = mine.view(word), theirs.view(word)
-                out.append(Pair(mine, theirs, None))
-            elif own_codec is not None:
-                out.append(Pair(own, its, own_codec.encode))
-            elif its_codec is not None:
-                out.append(Pair(own, its, its_codec.decode))
-        return out
+__all__ = ["DevicePools", "HostPools", "LayerKV"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +46,39 @@ def _typed(rows: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
     return torch.unflatten(rows.view(torch_dtype(dtype)), 1, shape)
 
 
-def _kv_layer(
-    spec: KVSpec, pages: int, page_size: int, device: torch.device
-) -> tuple[LayerKV, Tensor]:
+# Rows for a part of a layer: uint8 [count, bytes], from its size.
+Rows = Callable[[int], Tensor]
+
+
+def _new_rows(count: int, device: torch.device) -> Rows:
+    return lambda size: torch.zeros((count, size), dtype=torch.uint8, device=device)
+
+
+def _rows_within(memory: Tensor, first: int, count: int, stride: int) -> Rows:
+    """Rows of `memory` (uint8 [bytes]), `stride` bytes apart; each part begins where one ended."""
+    at = first
+
+    def rows(size: int) -> Tensor:
+        nonlocal at
+        part = memory.as_strided((count, size), (stride, 1), memory.storage_offset() + at)
+        at += size
+        assert at <= first + stride
+        return part
+
+    return rows
+
+
+def _kv_layer(spec: KVSpec, page_size: int, new: Rows) -> tuple[LayerKV, Tensor]:
     k_bytes, v_bytes = page_size * spec.key_bytes, page_size * spec.value_bytes
     v_start = aligned(k_bytes)
-    rows = torch.zeros((pages, v_start + aligned(v_bytes)), dtype=torch.uint8, device=device)
+    rows = new(v_start + aligned(v_bytes))
     k = _typed(rows[:, :k_bytes], spec.dtype, (page_size, *spec.key))
     v = _typed(rows[:, v_start : v_start + v_bytes], spec.dtype, (page_size, *spec.value))
     return LayerKV(k, v), rows
 
 
-def _state(spec: StateSpec, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    rows = torch.zeros((slots, aligned(spec.nbytes)), dtype=torch.uint8, device=device)
+def _state(spec: StateSpec, new: Rows) -> tuple[Tensor, Tensor]:
+    rows = new(aligned(spec.nbytes))
     return _typed(rows[:, : spec.nbytes], spec.dtype, spec.shape), rows
 
 
@@ -221,6 +125,8 @@ class DevicePools:
     kv_rows: RowPool
     state_rows: RowPool
     device: torch.device
+    frame: FrameShape | None = None
+    """How pages and slots share one memory; None when each has its own."""
 
     @classmethod
     def allocate(
@@ -236,32 +142,89 @@ class DevicePools:
 
         Raises InvalidRequest for sizes below one. What no layer keeps takes no bytes.
         """
-        layers = layout.layers
-        _check_sizes(layers, pages, states, page_size)
+        _check_sizes(layout.layers, pages, states, page_size)
         where = torch.device(device)
+        return cls._filled(
+            *(layout, page_size, where, (pages, states)),
+            *(_new_rows(pages, where), _new_rows(states, where)),
+        )
+
+    @classmethod
+    def share(
+        cls,
+        layout: Layered,
+        *,
+        nbytes: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+    ) -> DevicePools:
+        """Zeroed pools of one memory of at most `nbytes` bytes, for pages and states together.
+
+        The memory is cut into frames, each of which holds one state or some pages; who uses which
+        as what is the caller's to know. The first frame has no state and the second no pages, so
+        that place 0 of one pool never lies under data of the other. Raises InvalidRequest unless
+        the layout has both KV and states, or when there is no room for one more frame than two.
+        """
+        layers = layout.layers
+        page_bytes = sum(layer.page_bytes(page_size) for layer in layers)
+        slot_bytes = sum(layer.slot_bytes for layer in layers)
+        if not page_bytes or not slot_bytes:
+            raise InvalidRequest("only KV and states can share a memory; one of them is missing")
+        shape = FrameShape.of(page_bytes, slot_bytes)
+        frames = nbytes // shape.nbytes
+        if frames < 3:
+            raise InvalidRequest(
+                f"{nbytes} bytes are {frames} frames of {shape.nbytes} bytes; 3 are needed: one "
+                "for page 0, one for slot 0, and one to use"
+            )
+        _check_sizes(layers, frames * shape.pages, frames - 1, page_size)
+        where = torch.device(device)
+        with torch.inference_mode(False):
+            memory = torch.zeros(frames * shape.nbytes, dtype=torch.uint8, device=where)
+        counts = (frames * shape.pages, frames - 1)
+        return cls._filled(
+            *(layout, page_size, where, counts),
+            _rows_within(memory, 0, counts[0], shape.page_bytes),
+            _rows_within(memory, shape.nbytes, counts[1], shape.slot_bytes),
+            frame=shape,
+        )
+
+    @classmethod
+    def _filled(
+        cls,
+        layout: Layered,
+        page_size: int,
+        device: torch.device,
+        counts: tuple[int, int],
+        kv_rows: Rows,
+        state_rows: Rows,
+        frame: FrameShape | None = None,
+    ) -> DevicePools:
         kv: dict[int, LayerKV] = {}
         by_name: dict[int, dict[str, Tensor]] = {}
         kv_parts: list[list[Tensor]] = []
         state_parts: list[list[Tensor]] = []
         # Outside inference mode, whoever calls: an inference tensor could not be written later.
         with torch.inference_mode(False):
-            for number, layer in enumerate(layers):
+            for number, layer in enumerate(layout.layers):
                 kv_parts.append([])
                 state_parts.append([])
                 if layer.kv is not None:
-                    kv[number], rows = _kv_layer(layer.kv, pages, page_size, where)
+                    kv[number], rows = _kv_layer(layer.kv, page_size, kv_rows)
                     kv_parts[-1].append(rows)
                 for spec in layer.states:
-                    tensor, rows = _state(spec, states, where)
+                    tensor, rows = _state(spec, state_rows)
                     by_name.setdefault(number, {})[spec.name] = tensor
                     state_parts[-1].append(rows)
+        pages, states = counts
         return cls(
             page_size=page_size,
             kv=kv,
             states=by_name,
             kv_rows=RowPool("device kv", "device", pages, kv_parts),
             state_rows=RowPool("device states", "device", states, state_parts),
-            device=where,
+            device=device,
+            frame=frame,
         )
 
     @classmethod
@@ -343,6 +306,8 @@ class DevicePools:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages and slots."""
+        if self.frame is not None:
+            return self.pages // self.frame.pages * self.frame.nbytes
         return self.pages * self.page_bytes + self.slots * self.slot_bytes
 
 

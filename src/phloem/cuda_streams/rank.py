@@ -26,7 +26,7 @@ from phloem.cuda_streams.orders import (
     Progress,
     Submit,
 )
-from phloem.cuda_streams.pools import RowPool
+from phloem.cuda_streams.rows import RowPool
 from phloem.errors import CopyCancelled, EngineDead, InvalidRequest, RuntimeClosed
 
 __all__ = ["Rank"]

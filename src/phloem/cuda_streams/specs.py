@@ -8,13 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from phloem.errors import InvalidRequest
 
-__all__ = ["KVSpec", "LayerSpec", "Layered", "StateSpec", "aligned", "torch_dtype"]
+__all__ = [
+    "FrameShape",
+    "KVSpec",
+    "LayerSpec",
+    "Layered",
+    "StateSpec",
+    "aligned",
+    "torch_dtype",
+]
 
 # Every part of a row begins at a multiple of this, so that rows can be moved as 8-byte words
 # (several times faster than bytes) and kernels can use 16-byte loads.
@@ -122,3 +130,38 @@ class Layered(Protocol):
 
     @property
     def layers(self) -> Sequence[LayerSpec]: ...
+
+
+class FrameShape(NamedTuple):
+    """A piece of one memory that holds either one state slot or `pages` pages.
+
+    `slot_bytes` and `page_bytes` are what they take in it: their own size, and what is added so
+    that whole ones fill the frame.
+    """
+
+    nbytes: int
+    pages: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes from one page to the next."""
+        return self.nbytes // self.pages
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+        return self.nbytes
+
+    @classmethod
+    def of(cls, page_bytes: int, slot_bytes: int) -> FrameShape:
+        """The frame that wastes least for pages and slots of so many bytes, both above 0."""
+        fewer = max(1, slot_bytes // page_bytes)
+
+        def shape(pages: int) -> FrameShape:
+            unit = _ALIGN * pages
+            return cls(-(-max(pages * page_bytes, slot_bytes) // unit) * unit, pages)
+
+        def wasted(one: FrameShape) -> float:
+            return 1 - min(one.pages * page_bytes, slot_bytes) / one.nbytes
+
+        return min(shape(fewer), shape(fewer + 1), key=wasted)

@@ -539,4 +539,4 @@ def _undo_nothing(answer: object) -> None:
 
 
 def _pool_stats(pool: Pool) -> PoolStats:
-    return PoolStats(pool.size, pool.free, pool.parked, pool.tree, pool.granted)
+    return PoolStats(pool.extent, pool.room, pool.parked, pool.tree, pool.granted)

@@ -11,7 +11,7 @@ from phloem.errors import InvalidRequest
 from phloem.runtime.checks import integer
 from phloem.runtime.layout import ModelLayout
 
-__all__ = ["CacheConfig"]
+__all__ = ["CacheConfig", "parse_bytes"]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,13 +25,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     turn at once; the results are the same without. `queue_max` bounds the callers that wait for a
     turn.
 
+    `device_bytes` (a number, or like "16GiB") takes the place of both: one memory for pages and
+    states, in frames of a state each, whose use follows what is asked for; 0 leaves it off.
+
     `snapshot_slots`: how many snapshots by the model's kernel a request may hold at once; with two
     the older one is what is left to publish when the request ends before the newer one's position.
 
     `audit_nodes`: after each turn of the tree so many of its nodes are audited, round after round;
     for debugging. A broken one stops the runtime with `CacheCrashed`. 0: only on demand.
 
-    `host_bytes` (a number, or like "8GiB") is the host tier's, for pages and states together; 0
+    `host_bytes` (likewise) is the host tier's, for pages and states together; 0
     leaves it off. `write_policy` says when data is copied there: "write_through" at its first use,
     "selective" at its second, "write_back" when it leaves the device. The states named in
     `int8_states` are kept there as 8-bit codes, the others exactly.
@@ -42,6 +45,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     state_chunk: int = 64
     device_pages: int = 4096
     device_states: int = 64
+    device_bytes: int | str = 0
     snapshot_slots: int = 1
     host_bytes: int | str = 0
     write_policy: WritePolicy = "write_through"
@@ -62,6 +66,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         integer("device_states", self.device_states, 1 if self.layout.has_states else 0)
         policy_named(self.eviction)
         parse_bytes(self.host_bytes)
+        parse_bytes(self.device_bytes)
         if self.write_policy not in BACKUP_HITS:
             raise InvalidRequest(
                 f"no write policy {self.write_policy!r}; there are {[*BACKUP_HITS]}"
@@ -70,17 +75,22 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InvalidRequest(f"close_timeout_s is {self.close_timeout_s}; it is above 0")
 
     def host_places(self, page_bytes: int, slot_bytes: int) -> tuple[int, int]:
-        """Pages and states of the host tier: as many for each of the device's as the bytes allow.
+        """Pages and states of the host tier, of one budget for both.
 
-        One budget for both, in the proportion of the device pools, so that neither is useless for
-        want of the other. (0, 0) when there is no host tier.
+        In the proportion of the device pools, so that neither is useless for want of the other;
+        half the bytes for each where the device has one memory for both. (0, 0) when there is no
+        host tier.
         """
         budget = parse_bytes(self.host_bytes)
-        device = self.device_pages * page_bytes + self.device_states * slot_bytes
-        if not budget or not device:
+        if not budget:
             return 0, 0
-        pages = budget * self.device_pages // device
-        states = budget * self.device_states // device
+        if parse_bytes(self.device_bytes) and self.layout.has_states:
+            pages = budget // (2 * page_bytes) if page_bytes else 0
+            states = budget // (2 * slot_bytes)
+        else:
+            device = self.device_pages * page_bytes + self.device_states * slot_bytes
+            pages = budget * self.device_pages // device
+            states = budget * self.device_states // device
         if not pages or (self.layout.has_states and not states):
             raise InvalidRequest(
                 f"host_bytes {self.host_bytes} has no room for a page of {page_bytes} bytes and a "

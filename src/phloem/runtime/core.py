@@ -11,6 +11,7 @@ import anyio
 from phloem.actors import messages as m
 from phloem.actors.allocator import AllocatorActor, Grant, TreeView
 from phloem.actors.domain import Domain
+from phloem.actors.frames import SharedLedger
 from phloem.actors.host_allocator import HostAllocatorActor
 from phloem.actors.ledger import Ledger
 from phloem.actors.transfer import TransferActor
@@ -72,7 +73,7 @@ class Core:
             write_policy=config.write_policy,
         )
         self.grid = self.tree.grid
-        self.ledger = Ledger(pools.pages, pools.slots)
+        self.ledger = _ledger_of(pools)
         self.domain = Domain(
             inline=config.inline,
             capacity=config.queue_max,
@@ -111,8 +112,10 @@ class Core:
         self._ids = 0
 
     def _gives_back_by_itself(self) -> bool:
-        """The tree will free something without anybody's doing: a sweep, or a copy in flight."""
-        return self.tree.sweeping or bool(self.tree.operations.live)
+        """Something will be free without anybody's doing: by a sweep, or a copy in flight."""
+        border = self.tree_actor.border
+        moves = border is not None and border.busy
+        return self.tree.sweeping or bool(self.tree.operations.live) or moves
 
     def clock(self) -> int:
         """Milliseconds of the loop's clock; sessions and priorities end by it."""
@@ -175,11 +178,10 @@ class Core:
         """Grant or `NoRoom`, now."""
         pages, states = integer("pages", pages), integer("states", states)
         domain, ledger = self.domain, self.ledger
-        short, states_short = pages - ledger.kv.free, states - ledger.state.free
-        if (short > 0 or states_short > 0) and evict and not domain.queued and not ledger.waiting:
+        short = ledger.short_of(pages, states)
+        if any(short) and evict and not domain.queued and not ledger.waiting:
             # Nobody is ahead: the tree can be asked first, and no allocation waits for its answer.
-            room = m.MakeRoom(max(0, short), max(0, states_short), owner, tell=False)
-            domain.run(self.tree_actor, room)
+            domain.run(self.tree_actor, m.MakeRoom(*short, owner, tell=False))
         return _granted(
             domain.run(self.allocator, m.Allocate(pages, states, owner, account, False, evict))
         )
@@ -307,6 +309,15 @@ class Core:
             if self.allocator.waiting:
                 context = self.domain.caller_context()
                 self.domain.send(self.allocator, m.Withdraw(request.id), context)
+
+
+def _ledger_of(pools: DevicePools) -> Ledger:
+    if pools.frame is None:
+        ledger = Ledger(pools.pages, pools.slots)
+    else:
+        ledger = SharedLedger(pools.pages // pools.frame.pages, pools.frame.pages)
+    ledger.kv.place_bytes, ledger.state.place_bytes = pools.page_bytes, pools.slot_bytes
+    return ledger
 
 
 def _granted(answer: object) -> Grant:

@@ -13,7 +13,7 @@ from phloem.cuda_streams.host import HostMemory, ordinary_memory
 from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.errors import InvalidRequest
-from phloem.runtime.config import CacheConfig
+from phloem.runtime.config import CacheConfig, parse_bytes
 
 __all__ = [
     "EngineFactory", "HostMemoryFactory", "driver_for", "engine_for", "host_pools_for", "pools_for",
@@ -32,12 +32,11 @@ def pools_for(
     Raises `InvalidRequest` when pools were given that are elsewhere or have other pages.
     """
     if pools is None:
-        return DevicePools.allocate(
-            config.layout,
-            pages=config.device_pages + 1,
-            states=config.device_states + 1,
-            page_size=config.page_size,
-            device="cpu" if device is None else device,
+        return _new_pools(config, "cpu" if device is None else device)
+    if parse_bytes(config.device_bytes) and pools.frame is None:
+        raise InvalidRequest(
+            "device_bytes needs pools that share one memory, as DevicePools.share makes them; "
+            "those given are separate"
         )
     if pools.page_size != config.page_size:
         raise InvalidRequest(
@@ -46,6 +45,25 @@ def pools_for(
     if device is not None and not _same(torch.device(device), pools.device):
         raise InvalidRequest(f"the pools are on {pools.device}, not on {device}")
     return pools
+
+
+def _new_pools(config: CacheConfig, device: str | torch.device) -> DevicePools:
+    layout, page_size = config.layout, config.page_size
+    nbytes = parse_bytes(config.device_bytes)
+    if nbytes and layout.has_kv and layout.has_states:
+        return DevicePools.share(layout, nbytes=nbytes, page_size=page_size, device=device)
+    pages, states = config.device_pages + 1, config.device_states + 1
+    if nbytes and layout.has_kv:
+        room = pages = nbytes // layout.page_bytes(page_size)
+    elif nbytes:
+        room = states = nbytes // layout.slot_bytes
+    else:
+        room = pages
+    if room < 2:
+        raise InvalidRequest(f"device_bytes {config.device_bytes}: no room for anything to grant")
+    return DevicePools.allocate(
+        layout, pages=pages, states=states, page_size=page_size, device=device
+    )
 
 
 def host_pools_for(

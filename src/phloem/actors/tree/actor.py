@@ -22,9 +22,11 @@ from phloem.actors.actions import (
     Reserve,
 )
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
+from phloem.actors.frames import SharedLedger
 from phloem.actors.ledger import Ledger
 from phloem.actors.telling import Teller
 from phloem.actors.tree.audit import AuditRounds, audit_tree
+from phloem.actors.tree.border import Border
 from phloem.actors.tree.dump import Dump, dump_tree
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease
@@ -85,6 +87,9 @@ class TreeActor:
                 self._let_waiters_retry,
                 self._tell,
             )
+        self.border: Border | None = None
+        if isinstance(ledger, SharedLedger):
+            self.border = Border(domain, tree, ledger, self._dispatch, self, self._tell)
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
         self._host_allocator: Actor | None = None
@@ -92,6 +97,7 @@ class TreeActor:
         self._joined: dict[int, list[Reply]] = {}  # by the lease whose progress is waited for
         self.handlers: Handlers = {
             **({} if self.tiers is None else self.tiers.handlers),
+            **({} if self.border is None else self.border.handlers),
             m.Match: self._on_match,
             m.Acquire: self._on_acquire,
             m.Open: self._on_open,
@@ -126,6 +132,8 @@ class TreeActor:
         self._host_allocator = host_allocator
         if self.tiers is not None and host_allocator is not None:
             self.tiers.connect(host_allocator)
+        if self.border is not None:
+            self.border.connect(allocator, transfer)
 
     def audit_each_turn(self, nodes: int) -> None:
         """From now on so many nodes are audited after each turn; see `AuditRounds`."""
@@ -408,8 +416,9 @@ class TreeActor:
     def _on_copied(self, message: m.Copied) -> None:
         operation = self.operations.pop(message.op, None)
         if operation is None:
-            assert self.tiers is not None
-            self.tiers.copied(message)
+            if self.border is None or not self.border.copied(message):
+                assert self.tiers is not None
+                self.tiers.copied(message)
             if self.tree.sweeping:
                 self._domain.send(self, m.Sweep())
             return
@@ -439,13 +448,16 @@ class TreeActor:
     def _on_make_room(self, message: m.MakeRoom) -> None:
         """What is leaving already counts as room to come: it is not evicted for a second time."""
         assert self._allocator is not None
-        pages, states = self.tree.beyond_leaving(message.pages, message.states)
-        enough = self.tree.can_evict(pages, states)
-        if enough and (pages or states):
-            gone, actions = self.tree.evict(pages, states, message.owner)
-            if self._tell is not None:
-                self._tell.evicted(gone, "room", message.owner)
-            self._dispatch(actions)
+        if self.border is not None:
+            enough = self.border.make_room(message)
+        else:
+            pages, states = self.tree.beyond_leaving(message.pages, message.states)
+            enough = self.tree.can_evict(pages, states)
+            if enough and (pages or states):
+                gone, actions = self.tree.evict(pages, states, message.owner)
+                if self._tell is not None:
+                    self._tell.evicted(gone, "room", message.owner)
+                self._dispatch(actions)
         if message.tell:
             self._domain.send(self._allocator, m.MadeRoom(enough))
 

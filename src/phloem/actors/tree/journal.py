@@ -197,6 +197,10 @@ class _JournaledRadix(Radix):
         self._journal.note(TailCut(leaf.id, count))
         return super().cut_tail(leaf, count)
 
+    def rename_pages(self, node: Node, pages: array[int]) -> None:
+        super().rename_pages(node, pages)
+        self._journal.note(KvPut(node.id, "device", pages.tolist()))
+
     def drop_root_if_empty(self, node: Node) -> None:
         before = len(self.roots)
         super().drop_root_if_empty(node)

@@ -45,6 +45,8 @@ class Radix:
         # Told of a node whose spans may be more than they were, by a split or a merge.
         self.on_spans: Callable[[Node], None] | None = None
         self._spans = spans
+        # By page: the node that holds it, or held it last. None: nobody asks.
+        self.holders: list[Node | None] | None = None
         self._next_id = 0
         self._spaces: OrderedDict[RootName, int] = OrderedDict()
         self._next_space = 0
@@ -162,6 +164,7 @@ class Radix:
             self.leaves += 1
         self.nodes += 1
         self.pages += len(pages)
+        self._holds(leaf)
         return leaf
 
     def split(self, node: Node, inside: int) -> Node:
@@ -195,6 +198,7 @@ class Radix:
             divide(upper, node, len(node.edge) // self.page_bytes)
             if self.on_spans is not None:
                 self.on_spans(upper)
+        self._holds(upper)
         return upper
 
     def _split_part(self, node: Node, part: HostPart, upper: Node, ids: int) -> None:
@@ -229,6 +233,7 @@ class Radix:
         node.page_ids = page_ids
         parent.gone_children -= 1
         self.pages += node.page_count
+        self._holds(node)
 
     def take_kv(self, node: Node) -> array[int]:
         """Take a node's device pages from it; it stays for what it has elsewhere."""
@@ -262,6 +267,7 @@ class Radix:
             return None
         assert parent.children is not None
         self.version += 1
+        self._holds(child, node.page_ids)
         child.edge = node.edge + child.edge
         child.page_ids = node.page_ids + child.page_ids
         if node.host is not None and child.host is not None:
@@ -317,6 +323,25 @@ class Radix:
         leaf.mark = NO_MARK
         self.pages -= count
         return tail
+
+    def track_pages(self, count: int) -> None:
+        """Note from now on which node holds which of the pages below `count`."""
+        holders: list[Node | None] = [None] * count
+        self.holders = holders
+
+    def rename_pages(self, node: Node, pages: array[int]) -> None:
+        """The node's data are in other pages."""
+        assert len(pages) == node.page_count
+        self.version += 1
+        node.page_ids = pages.tobytes()
+        self._holds(node)
+
+    def _holds(self, node: Node, page_ids: bytes | None = None) -> None:
+        """`node` holds its pages, or these, from now on."""
+        holders = self.holders
+        if holders is not None:
+            for page in array("i", node.page_ids if page_ids is None else page_ids):
+                holders[page] = node
 
     def drop_root_if_empty(self, node: Node) -> None:
         """Forget a namespace that holds nothing and that nobody leases."""

@@ -52,6 +52,7 @@ RECORDED = (
     "copied",
     "use_policy",
     "tick",
+    "relocate",
     "reset",
     "sweep",
 )
@@ -71,6 +72,7 @@ class _Header(msgspec.Struct, kw_only=True):
     enabled: bool
     host: bool = False
     write_policy: WritePolicy = "write_through"
+    pages_tracked: int = 0
 
 
 class _Key(msgspec.Struct, tag="key", kw_only=True):
@@ -112,6 +114,7 @@ class TreeRecorder:
                 enabled=tree.enabled,
                 host=tree.host is not None,
                 write_policy=tree.write_policy,
+                pages_tracked=len(tree.radix.holders or ()),
             )
         )
         for name in RECORDED:
@@ -189,6 +192,8 @@ def replay(lines: Iterable[bytes], make: Callable[..., Tree] = Tree) -> Tree:
         host=header.host,
         write_policy=header.write_policy,
     )
+    if header.pages_tracked:
+        tree.track_pages(header.pages_tracked)
     keys: dict[int, TokenKey] = {}
     decode = msgspec.json.Decoder(_Key | _Call).decode
     for number, line in enumerate(lines, 2):

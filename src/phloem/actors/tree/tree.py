@@ -17,7 +17,7 @@ from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import part_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease
-from phloem.actors.tree.loading import LoadingTree
+from phloem.actors.tree.moving import MovingTree
 from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
 from phloem.actors.tree.placement import Refusal, Wanted, choose_positions, end_of_response
 from phloem.actors.tree.results import Evicted, InsertResult, Match, PagesChanged, TreeFigures
@@ -28,7 +28,7 @@ __all__ = ["Actions", "Evicted", "InsertResult", "Match", "PagesChanged", "Tree"
 _NONE_CHANGED: Sequence[PagesChanged] = ()
 
 
-class Tree(LoadingTree):
+class Tree(MovingTree):
     """The radix tree with its leases and candidate indexes.
 
     `state_chunk` is the model's own chunk of positions at which a state may be kept; with pages it

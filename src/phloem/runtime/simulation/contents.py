@@ -8,7 +8,8 @@ import numpy as np
 
 from phloem.actors.tree.keys import Namespace
 from phloem.actors.tree.node import NO_SLOT, Node
-from phloem.cuda_streams.pools import DevicePools, HostPools, RowPool
+from phloem.cuda_streams.pools import DevicePools, HostPools
+from phloem.cuda_streams.rows import RowPool
 from phloem.runtime.core import Core
 from phloem.runtime.simulation.model import Violation, Words, layer_salt
 from phloem.runtime.simulation.tags import TaggedTokens
