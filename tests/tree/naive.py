@@ -8,11 +8,13 @@ it may take, and how much, is checked.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tree.fourth import Block
 from tree.support import CALLER, World
 
-from phloem.actors.actions import TREE, Action, FreeDeviceSlots
+from phloem.actors.actions import TREE, Action, FreeDeviceSlots, Ids
 from phloem.actors.tree import Lease, Match, Namespace, TokenKey
 from phloem.actors.tree.keys import TOKEN_BYTES
 from phloem.actors.tree.node import NO_SLOT, Node
@@ -41,10 +43,13 @@ class Compared:
         self.world = World(
             page=page, chunk=chunk, kinds=kinds, pages=24, states=5, policy=policy, cap=cap
         )
-        for index in (self.world.tree.kv_index, self.world.tree.state_index):
+        for index in self.world.tree.indexes:
             index.run_size = 2  # so that entries lie in runs even here
         self.page_bytes = page * TOKEN_BYTES
         self.stateful = "state" in kinds
+        self.needs = [need_of(kind, page) for kind in kinds if ":" in kind]
+        # Of each span component, by number: the pages at the end of each prefix that has one.
+        self.spans: list[dict[Prefix, int]] = [{} for _ in self.needs]
         self.kv: dict[Prefix, int] = {}
         self.states: dict[Prefix, int] = {}
         self.evicted: set[Prefix] = set()  # were there, and have not come back
@@ -68,14 +73,36 @@ class Compared:
             known = prefix
         return known
 
-    def _boundary(self, key: TokenKey, limit: int | None = None) -> Prefix:
-        known = self._known(key, limit)
-        if not self.stateful:
-            return known
-        length = len(known[1])
-        while length and (key.root, key.data[:length]) not in self.states:
+    def _boundary(self, key: TokenKey, limit: int | None = None, *, spans: bool = True) -> Prefix:
+        """The deepest one that all components can serve; all but the spans without `spans`."""
+        length = len(self._known(key, limit)[1])
+        while length and not self._serves((key.root, key.data[:length]), spans):
             length -= self.page_bytes
         return key.root, key.data[:length]
+
+    def _serves(self, prefix: Prefix, spans: bool) -> bool:
+        if self.stateful and prefix not in self.states:
+            return False
+        return not spans or all(
+            need <= held.keys() for need, held in zip(self._needed(prefix), self.spans, strict=True)
+        )
+
+    def _needed(self, prefix: Prefix) -> list[set[Prefix]]:
+        """For each span component what a boundary at the end of a prefix needs of it."""
+        root, data = prefix
+        step, pages = self.page_bytes, len(data) // self.page_bytes
+        return [
+            {(root, data[: number * step]) for number in range(need(pages) + 1, pages + 1)}
+            for need in self.needs
+        ]
+
+    def _protected_spans(self) -> list[set[Prefix]]:
+        """What the boundaries of leases need; the tree protects whole nodes of it."""
+        out: list[set[Prefix]] = [set() for _ in self.needs]
+        for holding in self.held:
+            for needed, one in zip(out, self._needed(holding.boundary), strict=True):
+                needed.update(one)
+        return out
 
     def _protected(self) -> set[Prefix]:
         step = self.page_bytes
@@ -100,6 +127,9 @@ class Compared:
         branch = known // grid * grid
         assert match.branch_point == (branch if self.stateful and branch > usable else None)
         assert sum(match.lost.values()) == match.tokens - match.usable
+        served = len(self._boundary(key, limit, spans=False)[1]) // TOKEN_BYTES
+        assert match.lost.get("no_state", 0) == known - served
+        assert match.short == served - usable
         gone = known // self.world.page
         prefixes = self._prefixes(key, limit)
         while gone < len(prefixes) and prefixes[gone] in self.evicted:
@@ -171,8 +201,12 @@ class Compared:
         state: bool,
         number: int | None = None,
         swap: bool = True,
+        tail: int = 1000,
     ) -> None:
-        """Insert with the lease `number`, or without one; skipped when there is no room."""
+        """Insert with the lease `number`, or without one; skipped when there is no room.
+
+        With pages of spans for the last `tail` pages, if there are so many.
+        """
         world = self.world
         holding = None if number is None else self.held[number]
         lease = None if holding is None else holding.lease
@@ -180,7 +214,8 @@ class Compared:
         state = state and self.stateful and length % world.tree.grid == 0
         prefixes = self._prefixes(key, length)
         mine = prefixes[start * TOKEN_BYTES // self.page_bytes :]
-        if not self._make_room(len(mine), int(state)):
+        tail = min(tail, len(mine))
+        if not self._make_room(len(mine), int(state), tail):
             return
         pages = array("i", world.kv.take(len(mine), CALLER))
         world.fill(key, start, pages)
@@ -191,7 +226,10 @@ class Compared:
         reused = [prefix for prefix in mine if prefix in self.kv]
         end = prefixes[-1] if prefixes else (key.root, b"")
         logged = len(world.log)
-        published = world.publish_own(key, pages, slot, lease, length=length, swap=swap)
+        spans = world.take_spans(key, length, tail)
+        published = world.publish_own(
+            key, pages, slot, lease, length=length, swap=swap, spans=spans
+        )
         if prefixes:
             assert published.end == len(end[1]) // TOKEN_BYTES
             assert published.reused == start + len(reused) * world.page
@@ -202,12 +240,26 @@ class Compared:
         if not swap:
             kept = pages[: len(reused)]
             world.kv.move(kept, CALLER, None)
+        if tail:
+            self._publish_spans(end, mine[-tail:], spans, swap)
         if state and prefixes:
             self.states.setdefault(end, slot)
         if holding is not None and number is not None and prefixes:
             self.held[number] = holding._replace(boundary=end)
         self._forget_excess(world.log[logged:], slot)
         self.compare()
+
+    def _publish_spans(
+        self, end: Prefix, offered: list[Prefix], spans: list[Ids], swap: bool
+    ) -> None:
+        needed = self._needed(end)
+        for number, pages in enumerate(spans):
+            held, pool = self.spans[number], self.world.spans[number]
+            for prefix, page in zip(offered, pages, strict=True):
+                if prefix not in held and (not self.stateful or prefix in needed[number]):
+                    held[prefix] = page
+                elif not swap:
+                    pool.move((page,), CALLER, None)
 
     def _forget_excess(self, actions: list[Action], offered: int) -> None:
         """What the cap for each path took: states that nobody leases and that are no tail."""
@@ -221,20 +273,32 @@ class Compared:
                     assert self.states[prefix] != offered
                     del self.states[prefix]
 
-    def _make_room(self, pages: int, states: int) -> bool:
+    def _make_room(self, pages: int, states: int, tail: int) -> bool:
         world = self.world
         need = max(pages - world.kv.free, 0), max(states - world.states.free, 0)
-        if any(need):
-            self.evict(*need)
-        return world.kv.free >= pages and world.states.free >= states
+        spans = [max(tail - pool.free, 0) for pool in world.spans]
+        if any(need) or any(spans):
+            self.evict(*need, spans)
+        return (
+            world.kv.free >= pages
+            and world.states.free >= states
+            and all(pool.free >= tail for pool in world.spans)
+        )
 
-    def evict(self, pages: int, states: int) -> None:
+    def evict(self, pages: int, states: int, spans: Sequence[int] = ()) -> None:
         world = self.world
+        spans = spans[: len(self.spans)]
         free_pages = len(self.kv) - len(self._protected())
         free_states = len(self.states) - len(self._protected_states())
         victim = self._first_victim(pages, states)
         logged = len(world.log)
-        evicted, actions = world.tree.evict(pages, states, by="model")
+        figures = world.tree.figures().spans
+        former = sum(span.pages for span in figures) - sum(map(len, self.spans))
+        evicted, actions = world.tree.evict(pages, states, by="model", spans=spans)
+        for asked, span, got in zip(spans, figures, evicted.spans, strict=False):
+            assert got >= min(asked, span.evictable)
+            if not pages and not states and len(spans) == 1 and not former:
+                assert got <= asked, "more than asked"
         assert evicted.pages >= min(pages, free_pages)
         assert evicted.states >= min(states, free_states)
         world.carry_out(actions)
@@ -243,7 +307,7 @@ class Compared:
             assert isinstance(first, FreeDeviceSlots)
             assert first.ids[-1] == victim, "not the least recently used"
         gone = [action for action in world.log[logged:] if isinstance(action, FreeDeviceSlots)]
-        self._forget(gone, pages, states)
+        self._forget(gone, pages, states, spans)
         self.compare()
 
     def use_policy(self, name: str) -> None:
@@ -263,22 +327,31 @@ class Compared:
         node = min(nodes, key=lambda node: (index.score(node), node.id))
         return node.pages[-1] if pages or tree.kv_index.eligible(node) else node.state
 
-    def _forget(self, gone: list[FreeDeviceSlots], pages: int, states: int) -> None:
+    def _forget(
+        self, gone: list[FreeDeviceSlots], pages: int, states: int, spans: Sequence[int]
+    ) -> None:
         ids = {
             kind: {one for action in gone if action.component == kind for one in action.ids}
-            for kind in ("kv", "state")
+            for kind in self.world.pools
         }
         lost_kv = {prefix for prefix, page in self.kv.items() if page in ids["kv"]}
         lost_states = {prefix for prefix, slot in self.states.items() if slot in ids["state"]}
         assert not lost_kv & self._protected()
         assert not lost_states & self._protected_states()
-        if not states and len(ids["kv"]) > pages:
+        if not states and not any(spans) and len(ids["kv"]) > pages:
             assert ids["state"], "more pages than asked went, with no state among them"
         for prefix in lost_kv:
             del self.kv[prefix]
             self.evicted.add(prefix)
         for prefix in lost_states:
             del self.states[prefix]
+        for held, needed, pool in zip(
+            self.spans, self._protected_spans(), self.world.spans, strict=True
+        ):
+            lost = {prefix for prefix, page in held.items() if page in ids[pool.name]}
+            assert not lost & needed
+            for prefix in lost:
+                del held[prefix]
         for _, data in self.kv:
             assert len(data) == self.page_bytes or (_, data[: -self.page_bytes]) in self.kv
 
@@ -301,6 +374,7 @@ class Compared:
         self.world.tree.reset()
         self.former.extend(holding.lease for holding in self.held)
         self.kv, self.states, self.held = {}, {}, []
+        self.spans = [{} for _ in self.needs]
         self.evicted.clear()
         if sweep:
             self.world.sweep()
@@ -315,6 +389,7 @@ class Compared:
         self.world.sweep()
         self.evict(self.world.kv.size, self.world.states.size)
         assert (self.world.kv.free, self.world.states.free) == (24, 5)
+        assert all(pool.free == pool.size for pool in self.world.spans)
         figures = self.world.tree.figures()
         assert (figures.nodes, figures.leaves, figures.namespaces, figures.leases) == (0, 0, 0, 0)
         assert len(self.world.tree.running) == 0
@@ -328,6 +403,7 @@ class Compared:
         tree = world.tree
         kv: dict[Prefix, int] = {}
         states: dict[Prefix, int] = {}
+        spans: list[dict[Prefix, int]] = [{} for _ in self.spans]
         for name, root in tree.radix.roots.items():
             waiting: list[tuple[Node, bytes]] = [(root, b"")]
             while waiting:
@@ -337,9 +413,14 @@ class Compared:
                     kv[name, above + node.edge[: number * self.page_bytes]] = page
                 if node.state != NO_SLOT:
                     states[name, data] = node.state
+                for held, span in zip(spans, tree.spans, strict=True):
+                    for back, page in enumerate(reversed(span.held(node))):
+                        held[name, data[: len(data) - back * self.page_bytes]] = page
                 waiting.extend((child, data) for child in (node.children or {}).values())
         assert kv == self.kv
         assert states == self.states
+        assert spans == self.spans
+        assert all(held.keys() <= kv.keys() for held in spans)
         assert all(world.kv.owner[page] == TREE for page in kv.values())
         self._compare_leases()
 
@@ -350,12 +431,25 @@ class Compared:
         if not self.former and not tree.sweeping:
             assert figures.pages_protected == len(self._protected())
             assert figures.states_protected == len(self._protected_states())
+            for span, needed, held in zip(
+                figures.spans, self._protected_spans(), self.spans, strict=True
+            ):
+                assert span.protected >= len(needed & held.keys())
         for lease, boundary, takes_state, _ in self.held:
             assert lease.boundary * TOKEN_BYTES == len(boundary[1])
             assert lease.has_state == takes_state
             positions = [wanted.position for wanted in lease.wanted]
             assert positions == sorted(set(positions))
             assert all(p > lease.boundary and p % tree.grid == 0 for p in positions)
+
+
+def need_of(kind: str, page: int) -> Callable[[int], int]:
+    """How many of the pages before a boundary a span component does not need there."""
+    name, _, number = kind.partition(":")
+    if name == "window":
+        return lambda pages: max(0, pages - -(-int(number) // page))
+    assert name == Block.name
+    return lambda pages: (pages * page - 1) // int(number) * int(number) // page
 
 
 def page_tokens(kinds: list[int], page: int, tail: int = 0) -> list[int]:

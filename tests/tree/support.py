@@ -17,7 +17,7 @@ from phloem.actors.tree import Evicted, Lease, Match, Placement, TokenKey, Tree
 from phloem.actors.tree.audit import audit_tree
 from phloem.actors.tree.keys import TOKEN_BYTES, Namespace, Tokens
 from phloem.actors.tree.leases import protected
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
 from phloem.errors import OwnershipError
 
 CALLER = 1  # the owner number of whoever publishes
@@ -97,6 +97,8 @@ class World:
         self.page = page
         self.kv = Pool("kv", pages)
         self.states = Pool("state", states)
+        self.spans = [Pool(kind.partition(":")[0], pages) for kind in kinds if ":" in kind]
+        self.pools = {pool.name: pool for pool in (self.kv, self.states, *self.spans)}
         self.tree = Tree(
             page_size=page,
             state_chunk=chunk,
@@ -122,8 +124,12 @@ class World:
         ns: Namespace | None = None,
         length: int | None = None,
         swap: bool = True,
+        tail: int | None = None,
     ) -> Published:
-        """Allocate what the insert takes, fill it, insert, and carry the actions out."""
+        """Allocate what the insert takes, fill it, insert, and carry the actions out.
+
+        Of each span component for the last `tail` pages, by default for all.
+        """
         key = self.key(tokens, ns)
         length = key.length if length is None else length
         start = lease.boundary if lease is not None else 0
@@ -134,7 +140,15 @@ class World:
         if state:
             (slot,) = self.states.take(1, CALLER)
             self.states.content[slot] = (key.root, key.data[: length * TOKEN_BYTES])
-        return self.publish_own(key, pages, slot, lease, length=length, swap=swap)
+        spans = self.take_spans(key, length, count if tail is None else tail)
+        return self.publish_own(key, pages, slot, lease, length=length, swap=swap, spans=spans)
+
+    def take_spans(self, key: TokenKey, length: int, count: int) -> list[Ids]:
+        """The caller's pages of each span component for the last `count` pages of the key."""
+        taken = [array("i", pool.take(count, CALLER)) for pool in self.spans]
+        for pool, pages in zip(self.spans, taken, strict=True):
+            self.fill(key, (length // self.page - count) * self.page, pages, pool)
+        return taken
 
     def publish_own(
         self,
@@ -145,12 +159,15 @@ class World:
         *,
         length: int | None = None,
         swap: bool = True,
+        spans: Sequence[Ids] = (),
     ) -> Published:
         """Insert what the caller holds already; the tree becomes the owner of what it adopts."""
         start = lease.boundary if lease is not None else 0
         result, actions = self.tree.insert(
-            key, pages, slot, lease, length=length, owner=CALLER, swap=swap
+            key, pages, slot, lease, length=length, owner=CALLER, swap=swap, spans=spans
         )
+        for pool, taken in zip(self.spans, result.spans, strict=False):
+            pool.move(taken, CALLER, TREE)
         for first, last in result.adopted:
             adopted = pages[(first - start) // self.page : (last - start) // self.page]
             self.kv.move(adopted, CALLER, TREE)
@@ -190,10 +207,13 @@ class World:
         self.unpin(lease)
         return length
 
-    def reclaim(self, pages: int = 0, states: int = 0) -> tuple[int, int]:
+    def reclaim(
+        self, pages: int = 0, states: int = 0, spans: Sequence[int] = ()
+    ) -> tuple[int, int]:
         """Evict, and check what the tree says against what the pools got and the totals lost."""
         figures, free = self.tree.figures(), (self.kv.free, self.states.free)
-        evicted, actions = self.tree.evict(pages, states)
+        spans_free = [pool.free for pool in self.spans]
+        evicted, actions = self.tree.evict(pages, states, spans=spans)
         self.carry_out(actions)
         after = self.tree.figures()
         assert self.kv.free - free[0] == evicted.pages
@@ -202,6 +222,10 @@ class World:
         assert figures.states_evictable - after.states_evictable == evicted.states
         assert evicted.pages >= min(pages, figures.pages_evictable)
         assert evicted.states >= min(states, figures.states_evictable)
+        freed = [pool.free - before for pool, before in zip(self.spans, spans_free, strict=True)]
+        assert [*evicted.spans] == freed
+        for asked, got, span in zip(spans, freed, figures.spans, strict=False):
+            assert got >= min(asked, span.evictable)
         return evicted.pages * self.page, evicted.states
 
     def reclaim_full(self, tokens: int) -> tuple[int, int]:
@@ -231,10 +255,13 @@ class World:
 
     # -- what stands behind them -----------------------------------------------------------------
 
-    def fill(self, key: TokenKey, start: int, pages: Sequence[int]) -> None:
-        """Note what the caller writes into its pages from token `start` on."""
+    def fill(
+        self, key: TokenKey, start: int, pages: Sequence[int], pool: Pool | None = None
+    ) -> None:
+        """Note what the caller writes into its pages, of KV by default, from token `start` on."""
+        content = (self.kv if pool is None else pool).content
         for number, page in enumerate(pages, start // self.page + 1):
-            self.kv.content[page] = (key.root, key.data[: number * self.page * TOKEN_BYTES])
+            content[page] = (key.root, key.data[: number * self.page * TOKEN_BYTES])
 
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Apply actions in order; what is addressed to the tree is its next turn."""
@@ -243,8 +270,7 @@ class World:
             action = waiting.popleft()
             self.log.append(action)
             if isinstance(action, FreeDeviceSlots):
-                pool = self.kv if action.component == "kv" else self.states
-                pool.move(action.ids, action.owner, None)
+                self.pools[action.component].move(action.ids, action.owner, None)
             else:
                 assert isinstance(action, EvictExcessPathStates)
                 evicted, further = self.tree.evict_excess(action)
@@ -258,7 +284,8 @@ class World:
             return
         audit_tree(self.tree)
         figures = self.tree.figures()
-        for pool, held in ((self.kv, figures.pages), (self.states, figures.states)):
+        spans = [(self.pools[span.component], span.pages) for span in figures.spans]
+        for pool, held in ((self.kv, figures.pages), (self.states, figures.states), *spans):
             assert pool.held(TREE) == held, f"{pool.name}: the pool and the tree disagree"
             assert pool.free + len(pool.owner) == pool.size
         if not self.tree.sweeping:
@@ -268,6 +295,8 @@ class World:
         for node in self.tree.radix:
             assert all(self.kv.owner.get(page) == TREE for page in node.pages)
             assert node.state == NO_SLOT or self.states.owner.get(node.state) == TREE
+            for pool, span in zip(self.spans, self.tree.spans, strict=True):
+                assert all(pool.owner.get(page) == TREE for page in span.held(node))
 
     def check_content(self, lease: Lease) -> None:
         """What the lease leads to was written for exactly its tokens in its namespace."""
@@ -279,13 +308,24 @@ class World:
             assert self.kv.content[page] == (lease.root, data[: number * step])
         if (slot := self.tree.state_of(lease)) != NO_SLOT:
             assert self.states.content[slot] == (lease.root, data)
+        for pool, span in zip(self.spans, self.tree.spans, strict=True):
+            pages = self.tree.span_of(lease, span.number)
+            first = span.needs_from(lease.boundary) // self.page
+            assert first + len(pages) == lease.boundary // self.page
+            for number, page in enumerate(pages, first + 1):
+                assert pool.content[page] == (lease.root, data[: number * step])
 
     def nodes(self) -> list[str]:
-        """Every node as `tokens` + F + S (- where there is none), in the order of their paths."""
+        """Every node as `tokens` + F + S (- where there is none), in the order of their paths.
+
+        For each span component W and how many pages of it there are.
+        """
         lines: list[tuple[bytes, str]] = []
         for node in self.tree.radix:
             words = array("i", node.edge)
             mark = "S" if node.state != NO_SLOT else "-"
+            for span in node.spans:
+                mark += f"W{len(span.page_ids) // ID_BYTES}" if span.page_ids else "-"
             lines.append((path_bytes(node), f"{list(words)}F{mark}"))
         return [line for _, line in sorted(lines)]
 

@@ -12,7 +12,12 @@ from tree.naive import Compared
 from phloem.actors.tree import TokenKey
 
 FUZZ = int(os.environ.get("PHLOEM_FUZZ", "0"))
-KINDS = {"kv": ("kv",), "kv+state": ("kv", "state")}
+KINDS = {
+    "kv": ("kv",),
+    "kv+state": ("kv", "state"),
+    "kv+window": ("kv", "window:1"),
+    "kv+state+window": ("kv", "state", "window:2"),
+}
 SHORT, LONG, OTHER = (TokenKey.of(tokens) for tokens in ([1, 2], [1, 2, 3, 4], [1, 9]))
 
 
@@ -48,16 +53,27 @@ OPERATIONS: dict[str, Callable[[Compared], None]] = {
     "evict_state": lambda both: both.evict(0, 1),
     "reset": reset,
 }
+ON_WINDOWS: dict[str, Callable[[Compared], None]] = {
+    "publish_long_without_windows": lambda both: both.insert(LONG, 4, state=True, tail=0),
+    "publish_long_with_last_window": lambda both: both.insert(LONG, 4, state=True, tail=1),
+    "evict_window": lambda both: both.evict(0, 0, [1]),
+    "evict_windows": lambda both: both.evict(0, 0, [2]),
+}
+
+
+def alphabet(kinds: tuple[str, ...]) -> dict[str, Callable[[Compared], None]]:
+    return OPERATIONS if ":" not in kinds[-1] else OPERATIONS | ON_WINDOWS
 
 
 def try_all(kinds: tuple[str, ...], length: int) -> int:
     """Every sequence of exactly `length` operations; shorter ones are their beginnings."""
     count = 0
-    for names in product(OPERATIONS, repeat=length):
+    operations = alphabet(kinds)
+    for names in product(operations, repeat=length):
         both = Compared(1, 1, kinds)
         try:
             for name in names:
-                OPERATIONS[name](both)
+                operations[name](both)
             both.end()
         except BaseException as error:
             error.add_note(f"in the sequence {', '.join(names)}")
@@ -66,9 +82,11 @@ def try_all(kinds: tuple[str, ...], length: int) -> int:
     return count
 
 
-@pytest.mark.parametrize(("kinds", "length"), [("kv", 3), ("kv+state", 4)])
+@pytest.mark.parametrize(
+    ("kinds", "length"), [("kv", 3), ("kv+state", 4), ("kv+window", 3), ("kv+state+window", 3)]
+)
 def test_all_short_sequences(kinds: str, length: int) -> None:
-    assert try_all(KINDS[kinds], length) == len(OPERATIONS) ** length
+    assert try_all(KINDS[kinds], length) == len(alphabet(KINDS[kinds])) ** length
 
 
 @pytest.mark.fuzz
@@ -76,4 +94,4 @@ def test_all_short_sequences(kinds: str, length: int) -> None:
 @pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
 @pytest.mark.parametrize("kinds", KINDS)
 def test_fuzz_all_sequences_of_six(kinds: str) -> None:
-    assert try_all(KINDS[kinds], 6) == len(OPERATIONS) ** 6
+    assert try_all(KINDS[kinds], 6) == len(alphabet(KINDS[kinds])) ** 6

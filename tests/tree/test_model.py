@@ -30,10 +30,20 @@ CONFIGS: dict[str, tuple[Any, ...]] = {
     "kv-page1-session": (1, 1, ("kv",), "session"),
     "kv-page4": (4, 1, ("kv",)),
     "kv-page16": (16, 1, ("kv",)),
+    "window-page1": (1, 1, ("kv", "state", "window:2")),
+    "window-page1-priority": (1, 1, ("kv", "state", "window:3"), "priority", 2),
+    "window-page4-grid8": (4, 8, ("kv", "state", "window:5")),
+    "window-page16": (16, 1, ("kv", "state", "window:16")),
+    "kv-window-page1": (1, 1, ("kv", "window:2")),
+    "kv-window-page4": (4, 1, ("kv", "window:6")),
+    "kv-window-page16": (16, 1, ("kv", "window:40")),
+    "four-page1": (1, 1, ("kv", "state", "window:2", "block:3")),
+    "four-page4": (4, 1, ("kv", "window:4", "block:8")),
 }
 PATHS = st.lists(st.integers(1, 3), max_size=6)
 SPACES = st.sampled_from(NAMESPACES)
 INDEX = st.integers(0, 10**6)
+SPANNED = st.integers(0, 8)  # pages for which the caller still has those of spans
 
 
 class Machine(RuleBasedStateMachine):
@@ -56,27 +66,31 @@ class Machine(RuleBasedStateMachine):
     def holds(self) -> bool:
         return bool(self.both.held)
 
-    @rule(path=PATHS, ns=SPACES, tail=INDEX, state=st.booleans(), swap=st.booleans())
-    def insert(self, path: list[int], ns: Any, tail: int, state: bool, swap: bool) -> None:
+    @rule(path=PATHS, ns=SPACES, tail=INDEX, state=st.booleans(), swap=st.booleans(), spans=SPANNED)
+    def insert(
+        self, path: list[int], ns: Any, tail: int, state: bool, swap: bool, spans: int
+    ) -> None:
         key = self.key(path, ns, tail)
-        self.both.insert(key, key.length, state=state, swap=swap)
+        self.both.insert(key, key.length, state=state, swap=swap, tail=spans)
 
     @precondition(lambda self: self.holds)
-    @rule(index=INDEX, more=PATHS, state=st.booleans(), swap=st.booleans())
-    def insert_with_lease(self, index: int, more: list[int], state: bool, swap: bool) -> None:
+    @rule(index=INDEX, more=PATHS, state=st.booleans(), swap=st.booleans(), spans=SPANNED)
+    def insert_with_lease(
+        self, index: int, more: list[int], state: bool, swap: bool, spans: int
+    ) -> None:
         number = self.pick(index)
         lease = self.both.held[number].lease
         covered = lease.key.data[: lease.boundary * 4]
         key = TokenKey(covered, lease.key.namespace).extended(page_tokens(more, self.page))
-        self.both.insert(key, key.length, state=state, number=number, swap=swap)
+        self.both.insert(key, key.length, state=state, number=number, swap=swap, tail=spans)
 
     @precondition(lambda self: self.holds)
-    @rule(index=INDEX, pages=st.integers(0, 6), state=st.booleans())
-    def checkpoint(self, index: int, pages: int, state: bool) -> None:
+    @rule(index=INDEX, pages=st.integers(0, 6), state=st.booleans(), spans=SPANNED)
+    def checkpoint(self, index: int, pages: int, state: bool, spans: int) -> None:
         number = self.pick(index)
         lease = self.both.held[number].lease
         length = min(lease.boundary + pages * self.page, lease.key.length)
-        self.both.insert(lease.key, length, state=state, number=number)
+        self.both.insert(lease.key, length, state=state, number=number, tail=spans)
 
     @rule(path=PATHS, ns=SPACES, tail=INDEX, cut=st.integers(0, 3))
     def acquire(self, path: list[int], ns: Any, tail: int, cut: int) -> None:
@@ -120,9 +134,13 @@ class Machine(RuleBasedStateMachine):
     def release_state(self, index: int) -> None:
         self.both.release_state(self.pick(index))
 
-    @rule(pages=st.integers(0, 5), states=st.integers(0, 2))
-    def evict(self, pages: int, states: int) -> None:
-        self.both.evict(pages, states)
+    @rule(
+        pages=st.integers(0, 5),
+        states=st.integers(0, 2),
+        spans=st.lists(st.integers(0, 4), max_size=2),
+    )
+    def evict(self, pages: int, states: int, spans: list[int]) -> None:
+        self.both.evict(pages, states, spans)
 
     @rule(sweep=st.booleans(), really=st.integers(0, 5))
     def reset(self, sweep: bool, really: int) -> None:
