@@ -83,14 +83,25 @@ def _by_copies(results: dict[str, Any]) -> None:
     _tell("copies by worker threads")
     together, late = copies.overlap(), copies.lag()
     results["copies"] = {"overlap": together, "lag": late}
-    spread = f"{together['by_round_p10']:.2f} to {together['by_round_p90']:.2f} by round"
-    print("\na load of 32 layers under a forward pass that takes as long")
-    print(f"  both to the larger alone             {together['to_larger']:8.2f}  ({spread})")
-    print(f"  load alone, GB/s                     {together['load_gb_s']:8.2f}")
-    print("loop lag p99, ms")
-    print(f"  while 1 GiB moves                    {late['p99_ms']:8.2f}")
-    print(f"  while another process copies         {late['process_p99_ms']:8.2f}")
-    print(f"  while nothing is copied              {late['quiet_p99_ms']:8.2f}")
+    print("\na load of 32 layers under a forward pass that takes as long; least of many")
+    print(f"  {'':36} {'bytes move':>12} {'time passes':>12}")
+    for name, text in (
+        ("to_larger", "both to the larger alone (<= 1.15)"),
+        ("to_closed_form", "to what the landings allow"),
+        ("wait_us_a_layer", "waiting beyond that, µs a layer"),
+        ("load_ms", "load alone, ms"),
+    ):
+        row = "".join(f" {together[kind][name]:12.2f}" for kind in ("bytes", "sleeping"))
+        print(f"  {text:36}{row}")
+    print(f"  {'GB/s':36} {together['bytes']['load_gb_s']:12.2f}")
+    print("loop lag p99, ms, in the best turn and in the middle one")
+    for name, text in (
+        ("busy", "while 1 GiB moves (at most 5)"),
+        ("process", "while another process copies"),
+        ("quiet", "while nothing is copied"),
+    ):
+        best, middle = late[f"{name}_p99_ms"], late[f"{name}_p99_ms_p50"]
+        print(f"  {text:36} {best:12.2f} {middle:12.2f}")
 
 
 def _by_serving(results: dict[str, Any]) -> None:

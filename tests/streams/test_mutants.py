@@ -156,6 +156,47 @@ MUTANTS = [
         "if self._rng is None:", "if self is not None:",
         "test_virtual.py::TestRepeatability::test_order_is_fuzzed_within_what_was_asked",
     ),
+    Mutant(
+        "a copy has ended when one rank says so", "ranks.py",
+        "if len(joint.ended) == len(self._wires):", "if len(joint.ended) == 1:",
+        "test_ranks.py::test_s131_a_copy_has_ended_when_the_last_rank_says_so",
+    ),
+    Mutant(
+        "one rank's failure is outvoted", "ranks.py",
+        '("done", "cancelled", "failed", "dead")', '("failed", "cancelled", "done", "dead")',
+        "test_ranks.py::test_one_rank_fails_the_copy_on_all",
+    ),
+    Mutant(
+        "a pass is over when one rank is done", "ranks.py",
+        "if not ranks:\n", "if ranks is not None:\n",
+        "test_ranks.py::test_what_a_lagging_rank_has_not_ended_is_not_free",
+    ),
+    Mutant(
+        "a dead rank ends copies that wait for others", "ranks.py",
+        "(fence in ours or isinstance", "(fence is self or isinstance",
+        "test_ranks.py::test_a_dead_engine_of_one_rank_ends_all_when_the_others_are_quiet",
+    ),
+    Mutant(
+        "ranks forget what is still to be sent", "ranks.py",
+        "return next(iter(self._open), self._seq), ", "return self._seq, ",
+        "test_ranks.py::test_a_pass_that_arrives_late_takes_nothing_along",
+    ),
+    Mutant(
+        "a rank does not wait for what a copy comes after", "rank.py",
+        "after = tuple(self._fence_of(mark) for mark in order.after)", "after = ()",
+        "test_ranks.py::test_on_each_rank_a_copy_comes_after_what_it_names",
+    ),
+    Mutant(
+        "a batch that overtakes the orders is launched", "rank.py",
+        "if made.orders > self._received:\n            raise",
+        "if made is self:\n            raise",
+        "test_ranks.py::test_a_pass_waits_on_each_rank_for_the_layers_there",
+    ),
+    Mutant(
+        "every load goes onto the stream at once", "device.py",
+        'return channel == "h2d" and', 'return channel == "none" and',
+        "test_device.py::test_s142_at_most_three_loads_are_on_the_stream",
+    ),
 ]  # fmt: skip
 
 

@@ -124,6 +124,22 @@ def test_each_rank_waits_for_its_own_part_only(bed: Bed) -> None:
     assert up.state is TicketState.DONE
 
 
+def test_on_each_rank_a_copy_comes_after_what_it_names(bed: Bed) -> None:
+    fleet = Fleet(bed.ranks, bed.clock, lambda: 20_000)  # long passes
+    wrote: list[int] = []
+    over = fleet.run([], wrote.append)
+    copy = bed.submit("d2h", bed.backup(1, 2), after=(over,))
+    second = bed.submit("h2d", bed.load(2, 3), after=(copy,))
+    bed.run_until(lambda: second.placed.passed)
+    assert wrote == [], "it is sent long before the pass is over"
+    bed.clock.run(until_ns=bed.clock.now_ns() + 15_000)
+    for rank in (0, 1):
+        assert bed.on_rank(rank, copy).state is TicketState.QUEUED
+        assert bed.on_rank(rank, second).state is TicketState.QUEUED
+    bed.clock.run()
+    assert sorted(wrote) == [0, 1] and second.state is TicketState.DONE
+
+
 def test_what_a_lagging_rank_has_not_ended_is_not_free(bed: Bed) -> None:
     bed.ranks.orders[1].held = True
     copy = bed.submit("d2h", bed.backup(1, 2))
@@ -282,8 +298,9 @@ def test_a_dead_engine_of_one_rank_ends_all_when_the_others_are_quiet() -> None:
         bed.submit("d2h", bed.backup(6, 7))
     with pytest.raises(EngineDead):
         RankedStream("forward", bed.head).begin()
-    if not slow.done:
-        assert not long.done and not queued.done, "rank 1 may still read page 1"
+    bed.clock.run(until_ns=bed.clock.now_ns() + 1)
+    assert not slow.done
+    assert not long.done and not queued.done, "rank 1 may still read page 1"
     bed.clock.run()
     for ticket in (queued, last):
         assert isinstance(ticket.error, EngineDead)
