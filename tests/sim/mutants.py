@@ -50,6 +50,13 @@ HOLDING = "runtime/holding.py"
 STANDING = "runtime/standing.py"
 PUBLISHING = "runtime/publishing.py"
 CORE = "runtime/core.py"
+TIERING = "actors/tree/tiering.py"
+HOST_ALLOCATOR = "actors/host_allocator.py"
+HOST = "actors/tree/host.py"
+BACKING = "actors/tree/backing.py"
+LOADING = "actors/tree/loading.py"
+SHEDDING = "actors/tree/shedding.py"
+OPERATIONS = "actors/tree/operations.py"
 STEP = "runtime/step.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -238,6 +245,103 @@ MUTANTS: tuple[Mutant, ...] = (
         LEASES,
         "        anchor.state_leases -= 1\n",
         "        anchor.state_leases = 0\n",
+    ),
+    # -- the host tier
+    Mutant(
+        "a backup does not wait for the steps that write",
+        TRANSFER,
+        "        after = tuple(self._writing)\n",
+        "        after = ()\n",
+    ),
+    Mutant(
+        "a copy between the tiers that failed counts as done",
+        TIERING,
+        "self._tree.copied(message.op, message.error is None)",
+        "self._tree.copied(message.op, True)",
+    ),
+    Mutant(
+        "what a backup reads is not protected",
+        LOADING,
+        "if not source.leaving and not source.state_leaving:",
+        "if source.leaving and not source.state_leaving:",
+    ),
+    Mutant(
+        "pages leave before they are copied",
+        SHEDDING,
+        "if part.leaving and not part.leaving_children and not self._lacks_copy(node):",
+        "if part.leaving and not part.leaving_children:",
+    ),
+    Mutant(
+        "a reset frees what backups read",
+        SHEDDING,
+        "if reads and operation.hold is None and",
+        "if not reads and operation.hold is None and",
+    ),
+    Mutant(
+        "a load of a former generation is published",
+        LOADING,
+        "        if operation.generation != self.generation or not (",
+        "        if operation.generation == -1 or not (",
+    ),
+    Mutant(
+        "a load is published before the one that it requires",
+        LOADING,
+        "waits = operation.requires in self.operations.live and (ok or good_pages > 0)",
+        "waits = operation.requires in self.operations.live and good_pages > 0 and not ok",
+    ),
+    Mutant(
+        "a split of a node moves the pages of its copy",
+        OPERATIONS,
+        "pieces[node.id] = Piece(node, first + pages, count - pages)",
+        "pieces[node.id] = Piece(node, first, count - pages)",
+    ),
+    Mutant(
+        "a place for a state is lost when its copy fails",
+        BACKING,
+        "        if operation.slot != NO_SLOT:\n            actions.append(free(",
+        "        if operation.slot == -1:\n            actions.append(free(",
+    ),
+    Mutant(
+        "room that came too late is lost",
+        LOADING,
+        "            if pages:\n                back.append(",
+        "            if not pages:\n                back.append(",
+    ),
+    Mutant(
+        "who waits for a load is not woken",
+        TIERING,
+        "        if lease is not None and lease.load:\n            return",
+        "        if lease is not None and lease.live:\n            return",
+    ),
+    Mutant(
+        "who waits for room does not hear of loads without room",
+        TIERING,
+        "        if ended.moved:  # what",
+        "        if False:  # what",
+    ),
+    Mutant(
+        "a request believes a load that failed",
+        REQUEST,
+        "        if self.boundary < self.computed:\n",
+        "        if self.boundary < -1:\n",
+    ),
+    Mutant(
+        "reservations of the host overtake",
+        HOST_ALLOCATOR,
+        "        elif not self._asking and self._fits(action):",
+        "        elif self._fits(action):",
+    ),
+    Mutant(
+        "host pages that are the only copy may go",
+        HOST,
+        "        and not part.pins\n",
+        "        and part.pins >= 0\n",
+    ),
+    Mutant(
+        "who uses what is leaving does not keep it",
+        HOST,
+        "            self.stay(node)\n        else:\n            self._pin(node)",
+        "            pass\n        else:\n            self._pin(node)",
     ),
     # -- requests
     Mutant(

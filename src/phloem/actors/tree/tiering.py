@@ -102,12 +102,15 @@ class Tiering:
     def _on_not_reserved(self, message: m.NotReserved) -> None:
         ended, actions = self._tree.not_reserved(message.op)
         self._ended(ended, actions, "no_room")
+        if ended.moved:  # what their leases protected may go
+            self._let_waiters_retry()
         self._answer_all(message.op)
 
     def copied(self, message: m.Copied) -> None:
         """The copy of an operation has ended."""
         ended, actions = self._tree.copied(message.op, message.error is None)
         self._ended(ended, actions, "copy_failed")
+        self._let_waiters_retry()
 
     def _ended(self, ended: Ended, actions: Actions, why_not: str) -> None:
         for kept in ended.kept:
@@ -119,7 +122,6 @@ class Tiering:
             self._answer_all(number)
         for number in (*ended.ready, *ended.moved):
             self._wake(number)
-        self._let_waiters_retry()  # what it protected may go, what was to go may have gone
 
     def _keep(self, kept: Kept) -> None:
         ledger, count = self._ledgers[kept.tier], len(kept.ids)

@@ -18,6 +18,7 @@ from phloem.actors.tree.core import BACKUP_HITS, WritePolicy
 from phloem.actors.tree.keys import Namespace
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import POLICY_NAMES
+from phloem.cuda_streams.engine import CopyBatch
 from phloem.errors import InvalidRequest, NoRoom, StaleHandle
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
@@ -85,6 +86,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     audit_every: int = 1
     borrowers: int = 0
     steps_max: int = 200_000
+    copy_ns: Callable[[CopyBatch], int] | None = None
 
 
 def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
@@ -212,7 +214,7 @@ async def play(sim: Simulation, plan: Plan, prompts: Iterable[Prompt]) -> list[S
     Every prompt ends in one of the ways that exist; anything else ends the run.
     """
     served: list[Served] = []
-    async with sim.runtime(plan.config) as cache:
+    async with sim.runtime(plan.config, copy_ns=plan.copy_ns) as cache:
         model = sim.model(cache, plan.cost, recheck=plan.recheck, is_written=_is_written)
         async with (
             Server(

@@ -20,7 +20,7 @@ from phloem.errors import InvalidRequest
 from phloem.runtime.simulation.campaign import HOSTS, Fixed, command, plan_for, run_plan, shorten
 from phloem.runtime.simulation.faults import FAULTS
 from phloem.runtime.simulation.loop import POLICIES, Policy
-from phloem.runtime.simulation.production import PRODUCTION_FAULTS, production
+from phloem.runtime.simulation.production import PRODUCTION_FAULTS, demo, production
 from phloem.runtime.simulation.schedulers import ORDERS
 from phloem.runtime.simulation.summary import Summary
 from phloem.runtime.simulation.workloads import WORKLOADS
@@ -46,6 +46,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         if options.trace is not None:
             return _production(options)
+        if options.demo:
+            return _demo(options)
         return _campaign(options)
     except (InvalidRequest, OSError) as error:
         print(f"phloem simulate: {error}", file=sys.stderr)
@@ -76,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-going", action="store_true", help="do not stop at the first failure")
     add("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     add("--trace", type=Path, metavar="FILE", help="serve a whole trace on pools of real size")
+    add("--demo", action="store_true", help="the demo's conversations, as by users who read")
     add("--limit", type=int, metavar="N", help="with --trace: the first N requests")
     add("--workers", type=int, default=4, metavar="N", help="with --trace: workers' worth of pool")
     add("--json", nargs="?", const="-", metavar="FILE", help="write the result as JSON")
@@ -186,6 +189,25 @@ def _shortened(seed: int, fixed: Fixed) -> Failure:
 # -- a whole trace ---------------------------------------------------------------------------------
 
 
+def _demo(options: argparse.Namespace) -> int:
+    faults = PRODUCTION_FAULTS
+    names = _faults(options.faults)
+    if names is not None:
+        faults = faults.only(names)
+    torch.set_num_threads(1)
+    total, failures = Summary(), list[Failure]()
+    demo(seed=0, faults=faults)  # the first run of a process pays for what it imports
+    for seed in _numbers(options.seeds):
+        began = time.monotonic()
+        try:
+            total.add(demo(seed=seed, faults=faults))
+        except SimulationFailed as error:
+            failures.append(Failure(seed, f"phloem simulate --demo --seeds {seed}", str(error)))
+        total.wall_s += time.monotonic() - began
+    _report(total, failures, options.json)
+    return 1 if failures else 0
+
+
 def _production(options: argparse.Namespace) -> int:
     faults = PRODUCTION_FAULTS
     names = _faults(options.faults)
@@ -263,9 +285,17 @@ def _lines(total: Summary, figures: dict[str, object]) -> Iterator[str]:
         f"first token  median {figures['first_token_s_p50']} s, 95 % {figures['first_token_s_p95']}"
         f" s, 99 % {figures['first_token_s_p99']} s"
     )
+    yield (
+        f"answers      median {figures['total_s_p50']} s, 95 % {figures['total_s_p95']} s; "
+        f"an allocation waited at most {total.waited_s:.3f} s"
+    )
+    kept = total.events.get("Kept", 0)
+    yield f"host tier    {kept} runs of places kept, {total.tokens_loaded} tokens loaded"
     yield f"evicted      {_words(total.evicted)}"
-    yield f"faults       {_words(total.injected)}"
+    yield f"faults       {_words(total.injected)}: survived"
     yield f"verified     {total.bytes_checked / 2**20:.1f} MiB of KV and states read by steps"
+    if total.seeds:
+        yield "lost         nothing: at the end each place and lease had come back"
 
 
 def _words(counts: dict[str, int]) -> str:

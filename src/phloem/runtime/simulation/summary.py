@@ -36,7 +36,9 @@ class Summary(msgspec.Struct, kw_only=True):
     reused_tokens: int = 0
     output_tokens: int = 0
     preempted: int = 0
+    tokens_loaded: int = 0
     queue_max: int = 0
+    waited_s: float = 0.0
     first_token_s: list[float] = []
     total_s: list[float] = []
 
@@ -48,7 +50,9 @@ class Summary(msgspec.Struct, kw_only=True):
         self.audits += outcome.audits
         self.virtual_s += outcome.virtual_s
         self.bytes_checked += outcome.bytes_checked
+        self.tokens_loaded += outcome.tokens_loaded
         self.queue_max = max(self.queue_max, outcome.queue_max)
+        self.waited_s = max(self.waited_s, outcome.waited_s)
         _count(self.injected, outcome.injected)
         _count(self.events, outcome.events)
         _count(self.evicted, outcome.evicted)
@@ -66,9 +70,13 @@ class Summary(msgspec.Struct, kw_only=True):
         """Count what another summary counted."""
         for name in ("seeds", "steps", "turns", "audits", "virtual_s", "bytes_checked"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("prompt_tokens", "reused_tokens", "output_tokens", "preempted"):
+        for name in (
+            *("prompt_tokens", "reused_tokens", "output_tokens"),
+            *("preempted", "tokens_loaded"),
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.queue_max = max(self.queue_max, other.queue_max)
+        self.waited_s = max(self.waited_s, other.waited_s)
         for name in ("requests", "injected", "events", "evicted"):
             _count(getattr(self, name), getattr(other, name))
         self.first_token_s += other.first_token_s

@@ -53,6 +53,7 @@ __all__ = ["EventLog", "Watch"]
 Handler = Callable[..., object]
 
 _NODES = 24  # a tree of so many nodes is audited half as often as a small one, and so on
+_TURNS_MAX = 100_000  # in one step of the loop
 _AUDITS = 16  # every so many audits the history is compared, too
 
 
@@ -120,6 +121,7 @@ class Watch:
         self.audits = 0
         self.evicted: Counter[str] = Counter()  # pages, states
         self.queue_max = 0  # messages queued at once
+        self.tokens_loaded = 0  # from the host, known at the end
         self.at_last: list[Callable[[Core], None]] = []
         self._log = log
         self._now_ns = now_ns
@@ -129,6 +131,7 @@ class Watch:
         self._history = History()
         self._core: Core | None = None
         self._audited_at = 0
+        self._turns = 0  # within the current step of the loop
         self._leases: set[int] = set()
 
     # -- events --------------------------------------------------------------------------------
@@ -160,8 +163,9 @@ class Watch:
             case Waited():
                 self.fairness.waits(event.request, holder=event.holder)
             case Evicted():
-                self.evicted["pages"] += event.pages
-                self.evicted["states"] += event.states
+                where = "host " if event.tier == "host" else ""
+                self.evicted[f"{where}pages"] += event.pages
+                self.evicted[f"{where}states"] += event.states
             case Granted(tier="device"):
                 self.fairness.granted(event.request)
             case RequestEnded():
@@ -203,6 +207,9 @@ class Watch:
         protocol, fairness = self.protocol, self.fairness
 
         def turn(message: object) -> object:
+            self._turns += 1
+            if self._turns > _TURNS_MAX:  # the loop's own limit is of no use inside of a step
+                raise Violation(f"no end of turns within one step of the loop, now {what}")
             waiting: list[m.Allocate] = []
             try:
                 if grants:
@@ -239,6 +246,7 @@ class Watch:
     def at_step(self) -> None:
         """To be called between callbacks of the loop: the checks of a domain at rest."""
         core = self._core
+        self._turns = 0
         if core is None or core.domain.queued or core.stopped:
             return
         try:
@@ -296,6 +304,7 @@ class Watch:
         """Everybody has left and every fence has passed: only the tree owns anything."""
         core = self._core
         assert core is not None
+        self.tokens_loaded = core.tokens_loaded
         self.audit()
         self.check_history()
         for ledger in (core.ledger, core.host_ledger):

@@ -77,7 +77,10 @@ class SimulationFailed(AssertionError):
 
 
 class Outcome(msgspec.Struct, Generic[T], frozen=True):
-    """How a run went. `digest` covers every event with its time: same seed, same digest."""
+    """How a run went. `digest` covers every event with its time: same seed, same digest.
+
+    `tokens_loaded` came from the host tier; `waited_s` is the longest that an allocation waited.
+    """
 
     seed: int
     result: T
@@ -89,8 +92,10 @@ class Outcome(msgspec.Struct, Generic[T], frozen=True):
     injected: dict[str, int]
     events: dict[str, int]
     evicted: dict[str, int]
+    tokens_loaded: int
     bytes_checked: int
     queue_max: int
+    waited_s: float
 
 
 class Simulation:
@@ -363,6 +368,8 @@ def simulate(
         injected=dict(sorted(run.injected.items())),
         events=dict(sorted(run.log.counts.items())),
         evicted=dict(sum((watch.evicted for watch in watches), Counter[str]())),
+        tokens_loaded=sum(watch.tokens_loaded for watch in watches),
+        waited_s=max((watch.fairness.longest_ns for watch in watches), default=0) / 1e9,
         bytes_checked=sum(model.bytes_checked for model in run.models),
         queue_max=max((watch.queue_max for watch in watches), default=0),
     )
