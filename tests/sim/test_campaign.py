@@ -35,17 +35,17 @@ from phloem.runtime.simulation.cli import run
 from phloem.runtime.simulation.summary import Summary
 from phloem.runtime.traces import SAMPLES, sample
 
-SEEDS = 30 * int(os.environ.get("PHLOEM_SIM_SEEDS", "1"))
+SEEDS = 10 * int(os.environ.get("PHLOEM_SIM_SEEDS", "1"))
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(9))
 def test_seeds_run_without_a_violation(part: int) -> None:
     total = Summary()
     for seed in range(part * SEEDS, (part + 1) * SEEDS):
         total.add(run_plan(plan_for(seed)))
     assert total.requests["finished"] > 5 * SEEDS
     assert total.reused_tokens > 0
-    assert len(total.injected) >= 5
+    assert len(total.injected) >= 4
     assert total.evicted["pages"] > 0
 
 
