@@ -92,21 +92,7 @@ def _marconi(alpha: float) -> _Maker:
 
 
 def _tuned(workload: Workload, geometry: Geometry, capacity: int) -> ReplayCache:
-    size = workload.block_size
-
-    def saved(alpha: float, requests: int) -> float:
-        cache = _marconi(alpha)(workload, geometry, capacity)
-        for request in workload.requests[:requests]:
-            cache.serve(request)
-        return cache.totals.flops_saved
-
-    return ReplayCache(
-        geometry,
-        size,
-        capacity=capacity,
-        policy=TunedMarconi(geometry, size, saved),
-        admission=Judicious(),
-    )
+    return TunedMarconi(geometry, workload.block_size, capacity)
 
 
 def _gdsf(workload: Workload, geometry: Geometry, capacity: int) -> ReplayCache:

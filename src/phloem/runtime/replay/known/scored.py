@@ -6,14 +6,17 @@ with its edge of KV, of an inner node the state, whose KV its child takes over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from phloem.actors.tree import Tree
 from phloem.actors.tree.components import kv_may_go, state_may_go
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import KEEP, Score
 from phloem.runtime.costs.model import Geometry
-from phloem.runtime.replay.cache import Watching
+from phloem.runtime.replay.cache import ReplayCache, Watching
+from phloem.runtime.replay.known.judicious import Judicious
+from phloem.runtime.replay.requests import ReplayRequest
+from phloem.runtime.replay.served import Decision
 
 __all__ = ["ALPHAS", "Gdsf", "Marconi", "TunedMarconi"]
 
@@ -101,32 +104,56 @@ class Marconi(_OneChildAtMost):
         return self.flops_saved(node) / weight
 
 
-class TunedMarconi(Marconi):
+class TunedMarconi(ReplayCache):
     """Marconi with alpha 0 until five times the requests seen before the first eviction.
 
-    Then with the alpha that saves most on a replay of those requests from empty:
-    `saved(alpha, requests)`.
+    Those requests are then replayed from empty with each alpha; it goes on with the tree of the one
+    that saved most FLOPs.
     """
 
-    name = "marconi-tuned"
-
-    def __init__(
-        self, geometry: Geometry, block_size: int, saved: Callable[[float, int], float]
-    ) -> None:
-        super().__init__(geometry, block_size, 0.0)
-        self._saved = saved
+    def __init__(self, geometry: Geometry, block_size: int, capacity: int) -> None:
+        self._bytes = capacity
+        self._window: list[ReplayRequest] = []
         self._first: int | None = None
-        self._tuned = False
+        self.alpha: float | None = None
+        super().__init__(
+            geometry,
+            block_size,
+            capacity=capacity,
+            policy=Marconi(geometry, block_size, 0.0),
+            admission=Judicious(),
+        )
 
-    def before_eviction(self, tree: Tree, request: int) -> bool:
+    def serve(self, request: ReplayRequest) -> Decision:
         """Tune once the window is over."""
-        if self._first is None:
-            self._first = request
-        if not self._tuned and request >= 5 * self._first:
-            self._tuned = True
-            window = 5 * self._first
-            self.alpha = max(ALPHAS, key=lambda alpha: self._saved(alpha, window))
-        return super().before_eviction(tree, request)
+        if self._first is None and self.totals.evictions:
+            self._first = self.number - 1
+        if self.alpha is None:
+            if self._first is not None and self.number >= 5 * self._first:
+                self._tune()
+            else:
+                self._window.append(request)
+        return super().serve(request)
+
+    def _tune(self) -> None:
+        best: tuple[float, ReplayCache] | None = None
+        for alpha in ALPHAS:
+            policy = Marconi(self.geometry, self.block_size, alpha)
+            other = ReplayCache(
+                self.geometry,
+                self.block_size,
+                capacity=self._bytes,
+                policy=policy,
+                admission=Judicious(),
+            )
+            for request in self._window:
+                other.serve(request)
+            if best is None or other.totals.flops_saved > best[1].totals.flops_saved:
+                best = alpha, other
+        assert best is not None
+        self._window.clear()
+        self.alpha, chosen = best
+        self.tree, self.places, self.policy = chosen.tree, chosen.places, chosen.policy
 
 
 class Gdsf(_OneChildAtMost):
