@@ -142,7 +142,7 @@ class ReplayCache:
         if self.sessions:
             tree.stand_on(lease)
         tree.release(lease)
-        self._count(request, decision)
+        self.totals.count(request.tokens, decision, self.geometry)
         return decision
 
     def _keep(self, request: ReplayRequest, key: TokenKey, lease: Lease, match: Match) -> Decision:
@@ -213,17 +213,3 @@ class ReplayCache:
         for action in actions:
             if isinstance(action, FreeDeviceSlots):
                 self.places[action.component].free.extend(action.ids)
-
-    def _count(self, request: ReplayRequest, decision: Decision) -> None:
-        totals, flops = self.totals, self.geometry.flops
-        totals.requests += 1
-        totals.lookups += 1
-        totals.tokens += request.tokens
-        totals.hit_tokens += decision.hit
-        totals.flops += flops(request.tokens)
-        totals.flops_saved += flops(decision.hit)
-        totals.states_made += len(decision.states)
-        totals.states_restored += decision.hit > 0
-        totals.skipped += decision.skipped
-        totals.pages_evicted += decision.evicted[0]
-        totals.states_evicted += decision.evicted[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import policy_named
@@ -19,12 +20,32 @@ from phloem.runtime.replay.known.pools import (
     kv_memory,
     two_pools,
 )
+from phloem.runtime.replay.known.s3fifo import S3Fifo
 from phloem.runtime.replay.known.scored import Gdsf, Marconi, TunedMarconi
-from phloem.runtime.replay.requests import Workload
+from phloem.runtime.replay.memory import Memory, Pools
+from phloem.runtime.replay.requests import ReplayRequest, Workload
+from phloem.runtime.replay.served import Decision, Totals
 
-__all__ = ["KNOWN", "cache_named"]
+__all__ = ["KNOWN", "Cache", "cache_named"]
 
-_Maker = Callable[[Workload, Geometry, int], ReplayCache]
+
+class Cache(Protocol):
+    """What serves a trace."""
+
+    totals: Totals
+
+    def run(
+        self, workload: Workload, decided: Callable[[Decision], object] | None = None
+    ) -> Totals:
+        """Serve every request; `decided` hears of each."""
+        ...
+
+    def serve(self, request: ReplayRequest) -> Decision:
+        """Serve one."""
+        ...
+
+
+_Maker = Callable[[Workload, Geometry, int], Cache]
 
 
 def _kv_lru(workload: Workload, geometry: Geometry, capacity: int) -> ReplayCache:
@@ -95,6 +116,10 @@ def _tuned(workload: Workload, geometry: Geometry, capacity: int) -> ReplayCache
     return TunedMarconi(geometry, workload.block_size, capacity)
 
 
+def _s3_fifo(workload: Workload, geometry: Geometry, capacity: int) -> S3Fifo:
+    return S3Fifo(geometry, workload.block_size, capacity)
+
+
 def _gdsf(workload: Workload, geometry: Geometry, capacity: int) -> ReplayCache:
     size = workload.block_size
     return ReplayCache(
@@ -108,6 +133,7 @@ def _gdsf(workload: Workload, geometry: Geometry, capacity: int) -> ReplayCache:
 
 KNOWN: dict[str, tuple[_Maker, str]] = {
     "kv-lru": (_kv_lru, "blocks of KV without states, least recently used"),
+    "kv-s3fifo": (_s3_fifo, "blocks of KV without states, S3-FIFO"),
     "grid": (_grid, "a state at every block, least recently used"),
     "two-pools": (_two_pools, "a pool of KV and one of states, 1 : 0.9, each least recently used"),
     "judicious": (_judicious, "states at the end and at branches, least recently used leaves"),
@@ -128,20 +154,33 @@ def cache_named(
     geometry: Geometry,
     capacity: int,
     placement: Placement | None = None,
-) -> ReplayCache:
+    states_share: float | None = None,
+    sessions: bool = False,
+) -> Cache:
     """A cache of so many bytes under the policy of that name.
 
-    One of `KNOWN`, whose admission is part of it, or an eviction policy of the tree with the
-    `placement` of states. Raises `InvalidRequest` for an unknown one.
+    One of `KNOWN`, whose admission and memory are part of it, or an eviction policy of the tree
+    with the `placement` of states: over one budget, or with a pool of states that has
+    `states_share` of the bytes. `sessions`: the tree is told of the trace's sessions. Raises
+    `InvalidRequest` for an unknown name, and for options that it does not have.
     """
     if name in KNOWN:
-        if placement is not None:
-            raise InvalidRequest(f"{name} has an admission of its own")
+        if placement is not None or states_share is not None or sessions:
+            raise InvalidRequest(f"{name} has an admission and a memory of its own")
         return KNOWN[name][0](workload, geometry, capacity)
+    memory: Memory | int = capacity
+    if states_share is not None:
+        if not 0 < states_share < 1:
+            raise InvalidRequest(f"a share of {states_share} of the bytes for states")
+        memory = Pools(
+            int(capacity * (1 - states_share) / (geometry.kv_bytes * workload.block_size)),
+            int(capacity * states_share / geometry.state_bytes),
+        )
     return ReplayCache(
         geometry,
         workload.block_size,
-        capacity=capacity,
+        capacity=memory,
         policy=policy_named(name),
         admission=AsPlaced(placement),
+        sessions=sessions,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from phloem.runtime.costs.model import Geometry
+
 __all__ = ["Decision", "Totals"]
 
 
@@ -35,13 +37,33 @@ class Totals(msgspec.Struct):
     flops_saved: float = 0.0
     states_made: int = 0
     states_restored: int = 0
+    state_bytes_copied: int = 0
     skipped: int = 0
     evictions: int = 0
     pages_evicted: int = 0
     states_evicted: int = 0
-    lookups: int = 0
     eviction_s: float = 0.0
     lookup_s: float = 0.0
+
+    def count(self, tokens: int, decision: Decision, geometry: Geometry) -> None:
+        """One request more, of so many prompt tokens.
+
+        A hit copies the state it starts from; every state made but the last one of a request, which
+        takes the working slot over, is a copy.
+        """
+        self.requests += 1
+        self.tokens += tokens
+        self.hit_tokens += decision.hit
+        self.flops += geometry.flops(tokens)
+        self.flops_saved += geometry.flops(decision.hit)
+        self.states_made += len(decision.states)
+        restored = decision.hit > 0 and geometry.state_bytes > 0
+        self.states_restored += restored
+        copies = max(0, len(decision.states) - 1) + restored
+        self.state_bytes_copied += copies * geometry.state_bytes
+        self.skipped += decision.skipped
+        self.pages_evicted += decision.evicted[0]
+        self.states_evicted += decision.evicted[1]
 
     @property
     def hit_rate(self) -> float:
