@@ -48,6 +48,8 @@ __all__ = [
     "RequestForked",
     "RequestOpened",
     "ResetDone",
+    "SpanPut",
+    "SpanTaken",
     "RootAdded",
     "RootRemoved",
     "RuntimeStarted",
@@ -192,6 +194,7 @@ class Inserted(Event, frozen=True, gc=False, kw_only=True):
     adopted_state: int
     lease: int = 0
     node: int = 0
+    spans: dict[str, list[int]] = {}
 
 
 class RootAdded(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
@@ -274,6 +277,22 @@ class StateTaken(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="cha
     tier: str = "device"
 
 
+class SpanPut(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A node has these pages of a span component, too, right before those that it had."""
+
+    node: int
+    component: str
+    pages: list[int]
+
+
+class SpanTaken(msgspec.Struct, frozen=True, gc=False, tag=True, tag_field="change"):
+    """A node lost the first `pages` pages that it had of a span component."""
+
+    node: int
+    component: str
+    pages: int
+
+
 Change: TypeAlias = (
     RootAdded
     | RootRemoved
@@ -286,6 +305,8 @@ Change: TypeAlias = (
     | KvTaken
     | StatePut
     | StateTaken
+    | SpanPut
+    | SpanTaken
 )
 
 
@@ -300,7 +321,7 @@ class Victim(msgspec.Struct, frozen=True, gc=False):
 
     `what`: `leaf` (all it had), `tail` (its last pages), `state`; with a host tier `demoted` (what
     it had on the device, since the host has it), `leaving` (the same as soon as the host has it) or
-    `copy` (what it had on the host). `end` is the token position at the node's end before. `pages`
+    `copy` (what it had on the host); `span` (the foremost of its pages of a span component). `end` is the token position at the node's end before. `pages`
     and `states` are those of the device. `score` is what the policy gave it, as words of 64 bits,
     the highest first: the lowest score goes first. Empty where no policy was asked.
     """
@@ -321,6 +342,7 @@ class Evicted(Event, frozen=True, gc=False, kw_only=True):
     `no_copy`: it was to leave the device for the host and could not be copied. `use` is the tree's
     count of uses; `policy` says who chose the victims. `pages` and `states` were of `tier`; so
     many more will have left it when what was planned for them has been copied (`_promised`).
+    `spans` are pages of each span component, in the order of `RuntimeStarted`.
     """
 
     pages: int
@@ -332,6 +354,7 @@ class Evicted(Event, frozen=True, gc=False, kw_only=True):
     tier: str = "device"
     pages_promised: int = 0
     states_promised: int = 0
+    spans: tuple[int, ...] = ()
 
 
 class Freed(Event, frozen=True, gc=False, kw_only=True):
@@ -349,24 +372,33 @@ class Parked(Event, frozen=True, gc=False, kw_only=True):
     pages: list[int]
     states: list[int]
     owner: int
+    spans: dict[str, list[int]] = {}
 
 
 class Granted(Event, frozen=True, gc=False, kw_only=True):
-    """Places were granted to an account. `asked`: the turn in which they were asked for."""
+    """Places were granted to an account. `asked`: the turn in which they were asked for.
+
+    `spans` has the pages of span components by name; likewise in `Parked` and `Inserted`.
+    """
 
     account: int
     pages: list[int]
     states: list[int]
     asked: int = 0
     tier: str = "device"
+    spans: dict[str, list[int]] = {}
 
 
 class Waited(Event, frozen=True, gc=False, kw_only=True):
-    """An allocation waits for room. `holder`: its owner holds something already."""
+    """An allocation waits for room. `holder`: its owner holds something already.
+
+    `spans` are pages of each span component, in the order of `RuntimeStarted`.
+    """
 
     pages: int
     states: int
     holder: bool
+    spans: tuple[int, ...] = ()
 
 
 class Refused(Event, frozen=True, gc=False, kw_only=True):
@@ -472,7 +504,7 @@ class RuntimeStarted(Event, frozen=True, gc=False, kw_only=True):
     """The runtime opened. `grid`: states can be kept at multiples of so many tokens.
 
     `pages` and `states` can be granted, of `page_bytes` and `state_bytes` each; `host_pages` and
-    `host_states` are those of the host tier.
+    `host_states` are those of the host tier, `spans` the pages of each span component.
     """
 
     page_size: int
@@ -485,6 +517,7 @@ class RuntimeStarted(Event, frozen=True, gc=False, kw_only=True):
     policy: str = ""
     host_pages: int = 0
     host_states: int = 0
+    spans: dict[str, int] = {}
 
 
 class ResetDone(Event, frozen=True, gc=False, kw_only=True):

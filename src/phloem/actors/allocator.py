@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import msgspec
 
-from phloem.actors.actions import FreeDeviceSlots, Ids, Reserve
+from phloem.actors.actions import Component, FreeDeviceSlots, Ids, Reserve
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
 from phloem.actors.messages import (
@@ -30,6 +30,7 @@ from phloem.actors.messages import (
     Ripe,
     Withdraw,
 )
+from phloem.actors.tree.results import SpanFigures
 from phloem.actors.tree.tree import TreeFigures
 from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, NoRoom, PoolFigures, StaleHandle
@@ -41,8 +42,8 @@ __all__ = ["AllocatorActor", "Grant", "TreeView"]
 class Grant(msgspec.Struct, eq=False, gc=False):
     """Pages and state slots reserved for an owner, not yet in the tree.
 
-    `pages` and `states` are ids as granted; what was inserted since is the tree's. Give the rest
-    back with `release`, once.
+    `pages` and `states` are ids as granted, `spans` those of each span component; what was inserted
+    since is the tree's. Give the rest back with `release`, once.
     """
 
     ledger: Ledger
@@ -51,6 +52,7 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     pages: Ids
     states: Ids
     released: bool = False
+    spans: tuple[Ids, ...] = ()
 
     def __repr__(self) -> str:
         return f"Grant({self.account}, owner={self.owner!r}, {len(self.pages)} pages)"
@@ -144,17 +146,20 @@ class AllocatorActor:
     # -- granting ------------------------------------------------------------------------------
 
     def _on_allocate(self, message: Allocate) -> object:
-        pages, states = message.pages, message.states
-        if pages < 0 or states < 0:
-            raise InvalidRequest(f"allocate of {pages} pages and {states} states")
+        pages, states, spans = message.pages, message.states, message.spans
+        if pages < 0 or states < 0 or (spans and min(spans) < 0):
+            raise InvalidRequest(f"allocate of {pages} pages, {states} states, spans {spans}")
         ledger = self._ledger
-        if not pages and not states:  # nothing opens no account: nobody would ever close it
+        if (
+            not pages and not states and not any(spans)
+        ):  # nothing opens no account: nobody would ever close it
             none: Ids = array("i")
             return Grant(ledger, message.account, message.owner, none, none[:])
-        if not ledger.ever_fits(pages, states):
+        if not ledger.ever_fits(pages, states) or (spans and not ledger.spans_ever_fit(spans)):
             raise self._no_room(message)
         ahead = self._holders or self._newcomers
-        if not ahead and ledger.fits(pages, states, last=not message.evict):
+        fits = ledger.fits(pages, states, last=not message.evict)
+        if not ahead and fits and not (spans and any(ledger.spans_short(spans))):
             return self._grant(message, self._domain.turns)
         if not message.evict:
             raise self._no_room(message)
@@ -173,6 +178,7 @@ class AllocatorActor:
                     pages=pages,
                     states=states,
                     holder=holder,
+                    spans=spans,
                 )
             )
         return LATER
@@ -197,13 +203,15 @@ class AllocatorActor:
         self._pump()
 
     def _fits(self, waiter: _Waiter) -> bool:
-        message = waiter.message
-        return self._ledger.fits(message.pages, message.states, last=waiter.tried)
+        message, ledger = waiter.message, self._ledger
+        fits = ledger.fits(message.pages, message.states, last=waiter.tried)
+        return fits and not (message.spans and any(ledger.spans_short(message.spans)))
 
     def _grant(self, message: Allocate, asked: int) -> Grant:
         account, pages, states = self._ledger.grant(
             message.pages, message.states, message.owner, message.account
         )
+        spans = self._ledger.grant_spans(account, message.spans) if message.spans else ()
         if states and self._ledger.ask_for_spare():
             assert self._tree is not None
             self._domain.send(self._tree, MoveBorder())
@@ -216,9 +224,15 @@ class AllocatorActor:
                     pages=pages.tolist(),
                     states=states.tolist(),
                     asked=asked,
+                    spans=self._by_component(spans),
                 )
             )
-        return Grant(self._ledger, account, message.owner, pages, states)
+        return Grant(self._ledger, account, message.owner, pages, states, False, spans)
+
+    def _by_component(self, spans: Sequence[Ids]) -> dict[str, list[int]]:
+        """For events: the pages of span components by name."""
+        pools = self._ledger.spans
+        return {pool.component: ids.tolist() for pool, ids in zip(pools, spans, strict=False)}
 
     def _is_holder(self, message: Allocate) -> bool:
         ledger = self._ledger
@@ -317,7 +331,9 @@ class AllocatorActor:
         self._asking = waiter
         message = waiter.message
         short = self._ledger.short_of(message.pages, message.states)
-        self._domain.send(self._tree, MakeRoom(*short, message.owner), waiter.context)
+        spans = self._ledger.spans_short(message.spans) if message.spans else ()
+        room = MakeRoom(*short, message.owner, True, spans)
+        self._domain.send(self._tree, room, waiter.context)
 
     def _on_made_room(self, message: MadeRoom) -> None:
         del message
@@ -362,7 +378,7 @@ class AllocatorActor:
     def _break_deadlock(self) -> bool:
         """When every holder waits: serve whoever fits, else refuse the youngest holder."""
         ledger = self._ledger
-        if ledger.kv.parked or ledger.state.parked or self._view.sweeping():
+        if any(pool.parked for pool in ledger.pools) or self._view.sweeping():
             return False
         waiters = [waiter for waiter in self._waiters() if waiter.message.wait]
         holding = self._holding()
@@ -381,7 +397,8 @@ class AllocatorActor:
         return True
 
     def _no_room(self, message: Allocate, *, deadlock: bool = False, asked: int = 0) -> NoRoom:
-        error = NoRoom(self.figures(message.pages, message.states), deadlock=deadlock)
+        figures = self.figures(message.pages, message.states, message.spans)
+        error = NoRoom(figures, deadlock=deadlock)
         if self._emit is not None:
             self._emit(
                 Refused(
@@ -408,8 +425,10 @@ class AllocatorActor:
                 )
             )
 
-    def figures(self, pages: int, states: int) -> tuple[PoolFigures, ...]:
-        """Both pools as a refusal of `pages` and `states` reports them."""
+    def figures(
+        self, pages: int, states: int, spans: Sequence[int] = ()
+    ) -> tuple[PoolFigures, ...]:
+        """The pools as a refusal of `pages`, `states` and pages of span components reports them."""
         kv, state, tree = self._ledger.kv, self._ledger.state, self._view.figures()
         pages_arriving, states_arriving = self._view.arriving()
         return (
@@ -439,17 +458,32 @@ class AllocatorActor:
                 state.place_bytes,
                 state.room - state.free,
             ),
+            *self._span_figures(spans, tree.spans),
         )
+
+    def _span_figures(
+        self, spans: Sequence[int], held: Sequence[SpanFigures]
+    ) -> Iterator[PoolFigures]:
+        asked = (*spans, *(0 for _ in self._ledger.spans))
+        for number, (pool, tree) in enumerate(zip(self._ledger.spans, held, strict=True)):
+            yield PoolFigures(
+                *(pool.component, asked[number], pool.size, pool.free, pool.parked),
+                *(tree.evictable, tree.protected, pool.granted, 0, pool.place_bytes),
+            )
 
     # -- giving back ---------------------------------------------------------------------------
 
     def _on_free(self, action: FreeDeviceSlots) -> None:
         owner, ids = action.owner, action.ids
         if owner > 0:
-            kv = action.component == "kv"
-            none: Ids = array("i")
-            fences = self._ledger.accounts[owner].fences
-            self._take_back(owner, ids if kv else none, none if kv else ids, fences)
+            component, none = action.component, ids[:0]
+            self._take_back(
+                owner,
+                ids if component == "kv" else none,
+                ids if component == "state" else none,
+                self._ledger.accounts[owner].fences,
+                self._span_ids(component, ids) if component not in ("kv", "state") else (),
+            )
         else:
             self._ledger.pool(action.component).give(ids, owner)
             if self._emit is not None:
@@ -463,17 +497,35 @@ class AllocatorActor:
             raise StaleHandle(f"account {message.account} is closed")
         ledger.kv.check(message.pages, message.account)
         ledger.state.check(message.states, message.account)
-        self._take_back(message.account, message.pages, message.states, message.after)
+        for pool, ids in zip(ledger.spans, message.spans, strict=False):
+            pool.check(ids, message.account)
+        self._take_back(
+            message.account, message.pages, message.states, message.after, message.spans
+        )
         if ledger.waiting:
             self._changed()
 
-    def _take_back(self, account: int, pages: Ids, states: Ids, after: tuple[Fence, ...]) -> None:
+    def _span_ids(self, component: Component, ids: Ids) -> tuple[Ids, ...]:
+        """`ids` in the place of their span component."""
+        pools = self._ledger.spans
+        return tuple(ids if pool.component == component else ids[:0] for pool in pools)
+
+    def _take_back(
+        self,
+        account: int,
+        pages: Ids,
+        states: Ids,
+        after: tuple[Fence, ...],
+        spans: tuple[Ids, ...] = (),
+    ) -> None:
         ledger = self._ledger
         pending = [fence for fence in after if not fence.passed] if after else None
         if pending:
             ledger.kv.park(pages, account)
             ledger.state.park(states, account)
-            self._await_fences(pending, Ripe(pages, states))
+            for pool, ids in zip(ledger.spans, spans, strict=False):
+                pool.park(ids, account)
+            self._await_fences(pending, Ripe(pages, states, spans))
             if self._emit is not None:
                 self._emit(
                     Parked(
@@ -482,6 +534,7 @@ class AllocatorActor:
                         pages=pages.tolist(),
                         states=states.tolist(),
                         owner=account,
+                        spans=self._by_component(spans),
                     )
                 )
         else:
@@ -491,7 +544,10 @@ class AllocatorActor:
             if states:
                 ledger.state.give(states, account)
                 self._freed("state", states, account)
-        ledger.left(account, len(pages), len(states))
+            for pool, ids in zip(ledger.spans, spans, strict=False):
+                pool.give(ids, account)
+                self._freed(pool.component, ids, account)
+        ledger.left(account, len(pages), len(states), sum(map(len, spans)) if spans else 0)
 
     def _await_fences(self, fences: list[Fence], ripe: Ripe) -> None:
         left, context = len(fences), self._domain.context
@@ -510,6 +566,9 @@ class AllocatorActor:
         self._ledger.state.unpark(message.states)
         self._freed("kv", message.pages, -2)
         self._freed("state", message.states, -2)
+        for pool, ids in zip(self._ledger.spans, message.spans, strict=False):
+            pool.unpark(ids)
+            self._freed(pool.component, ids, -2)
         self._changed()
 
     def _freed(self, component: str, ids: Ids, owner: int) -> None:

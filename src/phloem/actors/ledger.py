@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
 from typing import TypeAlias
 
@@ -279,6 +279,7 @@ class Account(msgspec.Struct, eq=False):
     owner: str
     pages: int = 0
     states: int = 0
+    spans: int = 0  # places of span components, of all together
     fences: tuple[Fence, ...] = ()
     whole: Ids | None = None
     places: Indices | None = None
@@ -287,20 +288,29 @@ class Account(msgspec.Struct, eq=False):
 class Ledger:
     """The pools of one tier and the accounts that own outside the tree.
 
-    Belongs to the actors of one domain: they change it in their turns only.
+    `spans` are the sizes of the pools of span components, by name; what is asked and given of them
+    is in this order. Belongs to the actors of one domain: they change it in their turns only.
     """
 
-    def __init__(self, pages: int, states: int) -> None:
+    def __init__(
+        self, pages: int, states: int, spans: Mapping[Component, int] | None = None
+    ) -> None:
         self.kv = Pool("kv", pages)
         self.state = Pool("state", states)
+        self.spans = tuple(Pool(name, size) for name, size in (spans or {}).items())
         self.accounts: dict[int, Account] = {}
         self.owners: dict[str, int] = {}  # how many accounts each has
         self.waiting = 0  # allocations that wait; the tree tells the allocator when that may help
         self._next = 0
 
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """All pools."""
+        return self.kv, self.state, *self.spans
+
     def pool(self, component: Component) -> Pool:
         """The pool of a component."""
-        return self.kv if component == "kv" else self.state
+        return next(pool for pool in self.pools if pool.component == component)
 
     def ask_for_spare(self) -> bool:
         """Whether the tree is to be asked, and has not been, to leave room for one more state."""
@@ -318,6 +328,25 @@ class Ledger:
     def ever_fits(self, pages: int, states: int) -> bool:
         """Whether so much could be granted if nothing else were owned."""
         return pages <= self.kv.size and states <= self.state.size
+
+    def spans_short(self, spans: Sequence[int]) -> tuple[int, ...]:
+        """How many pages of each span component have to be freed before so many fit."""
+        return tuple(
+            max(0, asked - pool.free) for asked, pool in zip(spans, self.spans, strict=False)
+        )
+
+    def spans_ever_fit(self, spans: Sequence[int]) -> bool:
+        """Whether so many pages of span components could be granted if nothing else were owned."""
+        return len(spans) <= len(self.spans) and not any(
+            asked > pool.size for asked, pool in zip(spans, self.spans, strict=False)
+        )
+
+    def grant_spans(self, account: int, spans: Sequence[int]) -> tuple[Ids, ...]:
+        """More for an account that was just granted something: pages of span components."""
+        self.accounts[account].spans += sum(spans)
+        return tuple(
+            pool.take(count, account)[0] for count, pool in zip(spans, self.spans, strict=False)
+        )
 
     def grant(self, pages: int, states: int, owner: str, account: int = 0) -> tuple[int, Ids, Ids]:
         """Take from both pools for a new account, or for an existing one; both must have room."""
@@ -337,8 +366,11 @@ class Ledger:
             return account, page_ids, array("i", (self.state.take_one(account),))
         return account, page_ids, self.state.take(states, account)[0]
 
-    def adopt(self, account: int, pages: Ids, state: int) -> None:
-        """Move `pages` and `state` (0: none), which were checked, from an account to the tree."""
+    def adopt(self, account: int, pages: Ids, state: int, spans: Sequence[Ids] = ()) -> None:
+        """Move `pages` and `state` (0: none), which were checked, from an account to the tree.
+
+        And pages of span components.
+        """
         count = len(pages)
         if count:
             held = self.accounts[account]
@@ -346,17 +378,22 @@ class Ledger:
             self.kv.move(pages, account, TREE, held.places if whole else None)
         if state:
             self.state.move_one(state, account, TREE)
-        self.left(account, count, 1 if state else 0)
+        for pool, ids in zip(self.spans, spans, strict=False):
+            pool.move(ids, account, TREE)
+        self.left(account, count, 1 if state else 0, sum(map(len, spans)) if spans else 0)
 
-    def left(self, account: int, pages: int, states: int) -> None:
+    def left(self, account: int, pages: int, states: int, spans: int = 0) -> None:
         """Note that an account holds less; an empty one is closed."""
         held = self.accounts[account]
         held.pages -= pages
         held.states -= states
+        if spans:
+            held.spans -= spans
+            assert held.spans >= 0
         assert held.pages >= 0 and held.states >= 0
         if pages:
             held.whole = held.places = None
-        if not held.pages and not held.states:
+        if not held.pages and not held.states and not held.spans:
             self._close(held)
 
     def _open(self, number: int, owner: str) -> Account:
@@ -372,18 +409,28 @@ class Ledger:
         else:
             del self.owners[account.owner]
 
-    def account_of(self, pages: Ids, state: int, owner: str | None) -> int:
+    def account_of(
+        self, pages: Ids, state: int, owner: str | None, spans: Sequence[Ids] = ()
+    ) -> int:
         """The one account that owns all `pages` and `state`, gathering them there if need be.
 
-        `owner` restricts it to accounts of that owner; None takes any. Raises `OwnershipError`
+        `spans`: and pages of each span component. `owner` restricts it to accounts of that owner; None takes any. Raises `OwnershipError`
         with nothing changed when something is not granted, repeats, or is somebody else's.
         """
-        if not pages and not state:
+        if pages:
+            pool, place = self.kv, pages[0]
+        elif state:
+            pool, place = self.state, state
+        elif any(spans):
+            pool, place = next(
+                (p, ids[0]) for p, ids in zip(self.spans, spans, strict=False) if ids
+            )
+        else:
             return 0
-        first = self.kv.owner_of(pages[0]) if pages else self.state.owner_of(state)
+        first = pool.owner_of(place)
         account = self.accounts.get(first)
         if account is None:
-            what = f"kv place {pages[0]}" if pages else f"state place {state}"
+            what = f"{pool.component} place {place}"
             raise OwnershipError(f"{what} is {owner_name(first)}, not granted")
         if owner is not None and account.owner != owner:
             raise OwnershipError(f"granted to {account.owner!r}, offered by {owner!r}")
@@ -392,21 +439,27 @@ class Ledger:
                 self.kv.check(pages, first)
             if state:
                 self.state.check_one(state, first)
+            for pool, ids in zip(self.spans, spans, strict=False):
+                pool.check(ids, first)
         except OwnershipError:
-            self._gather(pages, state, account)
+            self._gather(pages, state, spans, account)
         return first
 
-    def _gather(self, pages: Ids, state: int, into: Account) -> None:
+    def _gather(self, pages: Ids, state: int, spans: Sequence[Ids], into: Account) -> None:
         """Move ids of several accounts of one owner into one of them."""
-        if len(set(pages)) != len(pages):
-            raise OwnershipError(f"kv places repeat: {_first_twice(pages)}")
-        homes = [self._home("kv", page, into.owner) for page in pages]
+        offered = [(self.kv, pages), *zip(self.spans, spans, strict=False)]
         if state:
-            self._home("state", state, into.owner)
-        for page, home in zip(pages, homes, strict=True):
-            self._reassign("kv", page, home, into)
-        if state:
-            self._reassign("state", state, self._home("state", state, into.owner), into)
+            offered.append((self.state, array("i", (state,))))
+        for pool, ids in offered:
+            if len(set(ids)) != len(ids):
+                raise OwnershipError(f"{pool.component} places repeat: {_first_twice(ids)}")
+        homes = [
+            (pool.component, place, self._home(pool.component, place, into.owner))
+            for pool, ids in offered
+            for place in ids
+        ]
+        for component, place, home in homes:
+            self._reassign(component, place, home, into)
 
     def put_back(self, pages: Ids, homes: Ids, account: int) -> None:
         """Undo `account_of` for pages that nobody took: `homes` names where each one was."""
@@ -432,16 +485,18 @@ class Ledger:
         if home is into:
             return
         self.pool(component).move(array("i", (place,)), home.number, into.number)
-        kv = component == "kv"
+        kv, state = int(component == "kv"), int(component == "state")
         into.whole = into.places = None
         into.pages += kv
-        into.states += not kv
-        self.left(home.number, int(kv), int(not kv))
+        into.states += state
+        into.spans += 1 - kv - state
+        self.left(home.number, kv, state, 1 - kv - state)
 
     def audit(self) -> None:
         """Recount every pool and account; raises `AssertionError` when a figure is wrong."""
-        self.kv.audit()
-        self.state.audit()
+        for pool in self.pools:
+            pool.audit()
+        assert sum(a.spans for a in self.accounts.values()) == sum(p.granted for p in self.spans)
         assert sum(a.pages for a in self.accounts.values()) == self.kv.granted
         assert sum(a.states for a in self.accounts.values()) == self.state.granted
         assert Counter(a.owner for a in self.accounts.values()) == self.owners

@@ -137,6 +137,7 @@ class Insert(Message, frozen=True, gc=False, eq=False):
     owner: str | None
     swap: bool = True
     after: tuple[Fence, ...] = ()
+    spans: tuple[Ids, ...] = ()
 
 
 class Release(Message, frozen=True, gc=False, eq=False):
@@ -231,10 +232,11 @@ class NotReserved(Message, frozen=True, gc=False, eq=False):
 
 
 class Evict(Message, frozen=True, gc=False, eq=False):
-    """Free so many pages and states at a caller's wish."""
+    """Free so many pages and states, and pages of each span component, at a caller's wish."""
 
     pages: int
     states: int
+    spans: tuple[int, ...] = ()
 
 
 class MakeRoom(Message, frozen=True, gc=False, eq=False):
@@ -247,6 +249,7 @@ class MakeRoom(Message, frozen=True, gc=False, eq=False):
     states: int
     owner: str
     tell: bool = True
+    spans: tuple[int, ...] = ()
 
 
 class MoveBorder(Message, frozen=True, gc=False, eq=False):
@@ -280,6 +283,7 @@ class Allocate(Message, frozen=True, gc=False, eq=False):
     account: int = 0
     wait: bool = False
     evict: bool = True
+    spans: tuple[int, ...] = ()
 
 
 class GiveBack(Message, frozen=True, gc=False, eq=False):
@@ -289,6 +293,7 @@ class GiveBack(Message, frozen=True, gc=False, eq=False):
     pages: Ids = _NONE
     states: Ids = _NONE
     after: tuple[Fence, ...] = ()
+    spans: tuple[Ids, ...] = ()
 
 
 class Withdraw(Message, frozen=True, gc=False, eq=False):
@@ -316,6 +321,7 @@ class Ripe(Message, frozen=True, gc=False, eq=False):
 
     pages: Ids
     states: Ids
+    spans: tuple[Ids, ...] = ()
 
 
 # -- to the transfer actor -------------------------------------------------------------------------

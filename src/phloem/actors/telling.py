@@ -156,6 +156,10 @@ class Teller:
                 adopted_state=message.state if result.state == "adopted" else 0,
                 lease=0 if lease is None else lease.id,
                 node=0 if lease is None else lease.anchor.id,
+                spans={
+                    span.name: ids.tolist()
+                    for span, ids in zip(self._tree.spans, result.spans, strict=False)
+                },
             )
         )
 
@@ -172,6 +176,7 @@ class Teller:
                 use=self._tree.now,
                 policy=self._tree.policy.name,
                 victims=self._tree.journal.take_victims(),
+                spans=gone.spans,
                 tier=tier,
                 pages_promised=gone.pages_promised,
                 states_promised=gone.states_promised,

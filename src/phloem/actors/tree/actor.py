@@ -265,15 +265,20 @@ class TreeActor:
     def _on_insert(self, message: m.Insert) -> InsertResult:
         tree, ledger, pages, state = self.tree, self._ledger, message.pages, message.state
         key, length, lease = message.key, message.length, message.lease
-        start = tree.check_insert(key, length, len(pages), state, lease)
+        spans = message.spans
+        counts = [*map(len, spans)] if spans else ()
+        start = tree.check_insert(key, length, len(pages), state, lease, counts)
         homes = None if message.swap else ledger.kv.owners_of(pages)
-        account = ledger.account_of(pages, state, message.owner)
+        account = ledger.account_of(pages, state, message.owner, spans)
         writing = [fence for fence in message.after if not fence.passed] if message.after else []
         guard: Lease | None = None
         if writing and lease is None:
             lease = guard = tree.acquire(key, owner="", limit=0)[0]
+        elif writing and lease is not None and tree.spans and start:
+            # Steps may yet read what the lease leaves behind, which no boundary needs any more.
+            self._guard(tree.fork(lease, owner=lease.owner), writing, own=True)
         result, actions = tree.insert_checked(
-            key, length, start, pages, state, lease, account, message.swap
+            key, length, start, pages, state, lease, account, message.swap, 0, spans
         )
         taken: Ids = array("i")
         if account:
@@ -332,8 +337,8 @@ class TreeActor:
             run = pages[(first - start) // page_size : (end - start) // page_size]
             taken = taken + run if taken else run
         state = message.state if result.state == "adopted" else NO_SLOT
-        if taken or state:
-            self._ledger.adopt(account, taken, state)
+        if taken or state or any(result.spans):
+            self._ledger.adopt(account, taken, state, result.spans)
         if state and message.after:
             after = tuple(fence for fence in message.after if not fence.passed)
             if after:
@@ -439,7 +444,7 @@ class TreeActor:
     # -- eviction ------------------------------------------------------------------------------
 
     def _on_evict(self, message: m.Evict) -> EvictedFigures:
-        gone, actions = self.tree.evict(message.pages, message.states)
+        gone, actions = self.tree.evict(message.pages, message.states, spans=message.spans)
         if self._tell is not None:
             self._tell.evicted(gone, "asked", "")
         self._dispatch(actions)
@@ -452,9 +457,10 @@ class TreeActor:
             enough = self.border.make_room(message)
         else:
             pages, states = self.tree.beyond_leaving(message.pages, message.states)
-            enough = self.tree.can_evict(pages, states)
-            if enough and (pages or states):
-                gone, actions = self.tree.evict(pages, states, message.owner)
+            spans = message.spans
+            enough = self.tree.can_evict(pages, states, spans)
+            if enough and (pages or states or any(spans)):
+                gone, actions = self.tree.evict(pages, states, message.owner, spans)
                 if self._tell is not None:
                     self._tell.evicted(gone, "room", message.owner)
                 self._dispatch(actions)
@@ -499,6 +505,9 @@ class TreeActor:
         figures = self.tree.figures()
         assert figures.pages == self._ledger.kv.tree, "pages of the tree and of the ledger differ"
         assert figures.states == self._ledger.state.tree, "states of tree and ledger differ"
+        for span in figures.spans:
+            pool = self._ledger.pool(span.component)
+            assert span.pages == pool.tree, f"{span.component} pages of tree and ledger differ"
         if self.tiers is not None:
             host = self.tiers.host_ledger
             host.audit()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from phloem.actors.tree.components import SpanComponent
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.host import HostTier, NewIndex
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
@@ -31,6 +32,8 @@ from phloem.events import (
     NodeSplit,
     RootAdded,
     RootRemoved,
+    SpanPut,
+    SpanTaken,
     StatePut,
     StateTaken,
     TailCut,
@@ -40,7 +43,7 @@ from phloem.events import (
 __all__ = ["Dropped", "Fallen", "Journal", "JournaledTree"]
 
 _WORD = 64
-_Loss = Literal["leaf", "tail", "state", "demoted", "leaving", "copy"]
+_Loss = Literal["leaf", "tail", "state", "demoted", "leaving", "copy", "span"]
 
 
 class Dropped(NamedTuple):
@@ -82,7 +85,7 @@ class Journal:
 
         `demoted`: the host has it; `leaving`: it goes when the host has it.
         """
-        states = 1 if what != "tail" and node.state != NO_SLOT else 0
+        states = 1 if what not in ("tail", "span") and node.state != NO_SLOT else 0
         copy = self._copies.pop(node.id, None) if what == "leaf" else None
         on_host = (0, 0) if copy is None else (copy.host_pages, copy.host_states)
         score = self._score_of(node) if copy is None else copy.score
@@ -167,6 +170,15 @@ class _JournaledRadix(Radix):
     def take_kv(self, node: Node) -> array[int]:
         self._journal.note(KvTaken(node.id, "device"))
         return super().take_kv(node)
+
+    def put_span(self, node: Node, span: SpanComponent, page_ids: array[int]) -> None:
+        super().put_span(node, span, page_ids)
+        self._journal.note(SpanPut(node.id, span.name, page_ids.tolist()))
+
+    def take_span(self, node: Node, span: SpanComponent, count: int) -> array[int]:
+        self._journal.loses(node, "span", 0)
+        self._journal.note(SpanTaken(node.id, span.name, count))
+        return super().take_span(node, span, count)
 
     def put_state(self, node: Node, state: int) -> None:
         super().put_state(node, state)

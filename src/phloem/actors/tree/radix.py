@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from phloem.actors.actions import Ids
-from phloem.actors.tree.components import can_join, divide, join, new_spans
+from phloem.actors.tree.components import SpanComponent, can_join, divide, join, new_spans
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, common_bytes
 from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, HostPart, Node, Walk
 from phloem.actors.tree.residency import check_change
@@ -125,21 +125,21 @@ class Radix:
         self.states -= 1
         return state
 
-    def put_span(self, node: Node, number: int, page_ids: Ids) -> None:
+    def put_span(self, node: Node, span: SpanComponent, page_ids: Ids) -> None:
         """More pages of a span component for a node, right before those it has."""
         self.version += 1
-        span = node.spans[number]
-        span.page_ids = page_ids.tobytes() + span.page_ids
-        self.span_pages[number] += len(page_ids)
+        part = node.spans[span.number]
+        part.page_ids = page_ids.tobytes() + part.page_ids
+        self.span_pages[span.number] += len(page_ids)
 
-    def take_span(self, node: Node, number: int, count: int) -> Ids:
+    def take_span(self, node: Node, span: SpanComponent, count: int) -> Ids:
         """Take the first `count` pages of a span component that a node has."""
         self.version += 1
-        span = node.spans[number]
-        taken = array("i", span.page_ids[: count * ID_BYTES])
+        part = node.spans[span.number]
+        taken = array("i", part.page_ids[: count * ID_BYTES])
         assert len(taken) == count
-        span.page_ids = span.page_ids[count * ID_BYTES :]
-        self.span_pages[number] -= count
+        part.page_ids = part.page_ids[count * ID_BYTES :]
+        self.span_pages[span.number] -= count
         return taken
 
     def cut_span(self, leaf: Node, number: int, count: int) -> Ids:

@@ -47,7 +47,7 @@ class SpanTree(TreeCore):
             missing = max(0, len(pages) - begin - len(own.page_ids) // ID_BYTES)
             new, rest = pages[begin : begin + missing], pages[begin + missing :]
             if new:
-                self.radix.put_span(node, number, new)
+                self.radix.put_span(node, span, new)
                 self.leases.span_appeared(node, number, len(new))
                 taken = new + taken
             own.stamp = self.now
@@ -62,7 +62,7 @@ class SpanTree(TreeCore):
         """A node loses up to `count` pages of a span component, the foremost; the rest stays."""
         number = span.number
         count = min(count, len(node.spans[number].page_ids) // ID_BYTES)
-        taken = self.radix.take_span(node, number, count)
+        taken = self.radix.take_span(node, span, count)
         actions.append(FreeDeviceSlots(span.name, taken, TREE))
         if span.may_go(node):
             self.span_indexes[number].push(node)

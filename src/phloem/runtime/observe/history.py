@@ -40,6 +40,8 @@ from phloem.events import (
     RootAdded,
     RootRemoved,
     RuntimeStarted,
+    SpanPut,
+    SpanTaken,
     StatePut,
     StateTaken,
     StepChanged,
@@ -75,7 +77,8 @@ class Node:
     """A node as far as the events tell: no tokens, but how many."""
 
     __slots__ = (
-        *("end", "host_pages", "host_state", "id", "lost", "pages", "parent", "state", "used"),
+        *("end", "host_pages", "host_state", "id", "lost", "pages", "parent", "spans", "state"),
+        "used",
     )
 
     def __init__(self, number: int, parent: Node | None, end: int, time: float) -> None:
@@ -86,6 +89,7 @@ class Node:
         self.state = 0
         self.host_pages: list[int] = []
         self.host_state = 0
+        self.spans: dict[str, list[int]] = {}  # pages of each span component, along its last part
         self.used = time  # when a lease was taken here or data were added, at the latest
         self.lost: list[LostState] = []
 
@@ -139,6 +143,8 @@ class History:
             StateTaken: self._state_taken,
             KvPut: self._kv_put,
             KvTaken: self._kv_taken,
+            SpanPut: self._span_put,
+            SpanTaken: self._span_taken,
         }
 
     def _begin(self) -> None:
@@ -233,6 +239,7 @@ class History:
         sizes = {"kv": event.pages, "state": event.states}
         if event.host_pages:
             sizes |= {"host_kv": event.host_pages, "host_state": event.host_states}
+        sizes |= event.spans
         self.owners = {pool: [FREE] * (size + 1) for pool, size in sizes.items()}
 
     # -- the tree ------------------------------------------------------------------------------
@@ -262,6 +269,9 @@ class History:
         pages = change.tokens // self.started.page_size
         upper.pages, node.pages = node.pages[:pages], node.pages[pages:]
         upper.host_pages, node.host_pages = node.host_pages[:pages], node.host_pages[pages:]
+        below = (node.end - upper.end) // self.started.page_size
+        upper.spans = {name: held[:-below] for name, held in node.spans.items()}
+        node.spans = {name: held[-below:] for name, held in node.spans.items()}
         upper.lost = [lost for lost in node.lost if lost.position <= upper.end]
         node.lost = [lost for lost in node.lost if lost.position > upper.end]
         node.parent = upper
@@ -271,6 +281,8 @@ class History:
         node, into = self.nodes.pop(change.node), self.nodes[change.into]
         into.pages = node.pages + into.pages
         into.host_pages = node.host_pages + into.host_pages
+        for name, held in node.spans.items():
+            into.spans[name] = held + into.spans.get(name, [])
         into.lost = node.lost + into.lost
         into.parent = node.parent
         into.used = max(into.used, node.used)
@@ -282,6 +294,8 @@ class History:
         assert self.started is not None
         node = self.nodes[change.node]
         del node.pages[-change.pages :]
+        for held in node.spans.values():
+            del held[-change.pages :]
         node.end -= change.pages * self.started.page_size
 
     def _state_put(self, change: StatePut) -> None:
@@ -309,6 +323,13 @@ class History:
     def _kv_taken(self, change: KvTaken) -> None:
         self._set_pages(change.node, change.tier, [])
 
+    def _span_put(self, change: SpanPut) -> None:
+        spans = self.nodes[change.node].spans
+        spans[change.component] = [*change.pages, *spans.get(change.component, ())]
+
+    def _span_taken(self, change: SpanTaken) -> None:
+        del self.nodes[change.node].spans[change.component][: change.pages]
+
     def _set_pages(self, name: int, tier: str, pages: list[int]) -> None:
         node = self.nodes[name]
         if tier == "host":
@@ -331,6 +352,8 @@ class History:
         self._move("kv", event.adopted, event.account, TREE, event)
         if event.adopted_state:
             self._move("state", (event.adopted_state,), event.account, TREE, event)
+        for component, ids in event.spans.items():
+            self._move(component, ids, event.account, TREE, event)
         if event.lease:
             former = self.leases[event.lease]
             node = self.nodes.get(event.node)
@@ -392,6 +415,8 @@ class History:
         kv, state = pool_of("kv", event.tier), pool_of("state", event.tier)
         self._move(kv, event.pages, FREE, event.account, event)
         self._move(state, event.states, FREE, event.account, event)
+        for component, ids in event.spans.items():
+            self._move(component, ids, FREE, event.account, event)
 
     def _on_freed(self, event: Freed) -> None:
         self._move(pool_of(event.component, event.tier), event.ids, event.owner, FREE, event)
@@ -402,6 +427,8 @@ class History:
     def _on_parked(self, event: Parked) -> None:
         self._move("kv", event.pages, event.owner, PARKED, event)
         self._move("state", event.states, event.owner, PARKED, event)
+        for component, ids in event.spans.items():
+            self._move(component, ids, event.owner, PARKED, event)
 
     def _move(self, pool: str, ids: Iterable[int], owner: int, to: int, event: Event) -> None:
         owners, said = self.owners[pool], self._name(pool, owner)
@@ -439,6 +466,7 @@ def _shown(node: Node) -> NodeState:
         node.state,
         list(node.host_pages),
         node.host_state,
+        {name: list(held) for name, held in sorted(node.spans.items()) if held},
     )
 
 

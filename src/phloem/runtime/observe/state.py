@@ -26,7 +26,8 @@ class RootState(msgspec.Struct, frozen=True):
 class NodeState(msgspec.Struct, frozen=True):
     """A node, from token `start` to `end`; `pages` along its edge, `state`: a slot, or 0.
 
-    Those are on the device; `host_pages` and `host_state` on the host.
+    Those are on the device; `host_pages` and `host_state` on the host. `spans` has the pages of span
+    components, along the last part of the edge each.
     """
 
     id: int
@@ -37,6 +38,7 @@ class NodeState(msgspec.Struct, frozen=True):
     state: int
     host_pages: list[int] = []
     host_state: int = 0
+    spans: dict[str, list[int]] = {}
 
 
 class LeaseState(msgspec.Struct, frozen=True):
@@ -94,6 +96,11 @@ def live_state(core: Core) -> CacheState:
                 node.state,
                 [] if part is None else array("i", part.page_ids).tolist(),
                 0 if part is None else part.state,
+                {
+                    span.name: held.tolist()
+                    for span in sorted(tree.spans, key=lambda one: one.name)
+                    if (held := span.held(node))
+                },
             )
         )
     holds = {operation.hold for operation in tree.operations}
@@ -106,6 +113,8 @@ def live_state(core: Core) -> CacheState:
         "kv": runs_of(_owners(core.ledger, "kv")),
         "state": runs_of(_owners(core.ledger, "state")),
     }
+    for pool in core.ledger.spans:
+        pools[pool.component] = runs_of(_owners(core.ledger, pool.component))
     if core.host_ledger is not None:
         pools["host_kv"] = runs_of(_owners(core.host_ledger, "kv"))
         pools["host_state"] = runs_of(_owners(core.host_ledger, "state"))

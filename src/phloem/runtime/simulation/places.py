@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,14 +36,20 @@ _NAMES = 4096  # so many accounts are remembered before those that own nothing a
 class TierPlaces:
     """The owners of one tier's places, and how many steps and copies touch each."""
 
-    def __init__(self, prefix: str, pages: int = 0, states: int = 0) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        pages: int = 0,
+        states: int = 0,
+        spans: Mapping[Component, int] | None = None,
+    ) -> None:
         self.names: dict[int, str] = {}  # accounts by number
         self._prefix = prefix  # of its places in messages
+        sizes = {"kv": pages, "state": states, **(spans or {})}
         self._owners: dict[Component, Ids] = {
-            "kv": array("i", [FREE] * (pages + 1)),
-            "state": array("i", [FREE] * (states + 1)),
+            component: array("i", [FREE] * (size + 1)) for component, size in sizes.items()
         }
-        self._touched: dict[Component, Counter[int]] = {c: Counter() for c in _COMPONENTS}
+        self._touched: dict[Component, Counter[int]] = {c: Counter() for c in sizes}
 
     def move(
         self, component: Component, ids: Iterable[int], owner: int, to: int, event: Event
@@ -96,9 +102,8 @@ class TierPlaces:
 
     def compare(self, ledger: Ledger) -> None:
         """Raise `Violation` where the live ledger differs from what the events said."""
-        for component in _COMPONENTS:
+        for component, mine in self._owners.items():
             live = ledger.pool(component).owners()
-            mine = self._owners[component]
             if live == mine[1:]:
                 continue
             for place, owner in enumerate(live, 1):
@@ -149,7 +154,7 @@ class Places:
     # -- events --------------------------------------------------------------------------------
 
     def _started(self, event: RuntimeStarted) -> None:
-        self.device = TierPlaces("", event.pages, event.states)
+        self.device = TierPlaces("", event.pages, event.states, event.spans)
         self.host = TierPlaces("host ", event.host_pages, event.host_states)
 
     def _tier(self, name: str) -> TierPlaces:
@@ -164,6 +169,8 @@ class Places:
             )
         tier.move("kv", event.pages, FREE, event.account, event)
         tier.move("state", event.states, FREE, event.account, event)
+        for component, ids in event.spans.items():
+            tier.move(component, ids, FREE, event.account, event)
 
     def _freed(self, event: Freed) -> None:
         tier = self._tier(event.tier)
@@ -172,11 +179,15 @@ class Places:
     def _parked(self, event: Parked) -> None:
         self.device.move("kv", event.pages, event.owner, PARKED, event)
         self.device.move("state", event.states, event.owner, PARKED, event)
+        for component, ids in event.spans.items():
+            self.device.move(component, ids, event.owner, PARKED, event)
 
     def _inserted(self, event: Inserted) -> None:
         self.device.move("kv", event.adopted, event.account, TREE, event)
         if event.adopted_state:
             self.device.move("state", (event.adopted_state,), event.account, TREE, event)
+        for component, ids in event.spans.items():
+            self.device.move(component, ids, event.account, TREE, event)
 
     def _kept(self, event: Kept) -> None:
         tier = self._tier(event.tier)
