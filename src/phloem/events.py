@@ -319,11 +319,12 @@ class TreeChanged(Event, frozen=True, gc=False, kw_only=True):
 class Victim(msgspec.Struct, frozen=True, gc=False):
     """What one node lost to an eviction.
 
-    `what`: `leaf` (all it had), `tail` (its last pages), `state`; with a host tier `demoted` (what
-    it had on the device, since the host has it), `leaving` (the same as soon as the host has it) or
-    `copy` (what it had on the host); `span` (the foremost of its pages of a span component). `end` is the token position at the node's end before. `pages`
-    and `states` are those of the device. `score` is what the policy gave it, as words of 64 bits,
-    the highest first: the lowest score goes first. Empty where no policy was asked.
+    `what`: `leaf` (all it had), `tail` (its last pages), `state`, `span` (the foremost of its pages
+    of a span component); with a host tier `demoted` (what it had on the device, since the host has
+    it), `leaving` (the same as soon as the host has it) or `copy` (what it had on the host). `end`
+    is the token position at the node's end before. `pages` and `states` are those of the device.
+    `score` is what the policy gave it, as words of 64 bits, the highest first: the lowest score
+    goes first. Empty where no policy was asked.
     """
 
     node: int

@@ -107,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ripe places do not wake those who wait",
         ALLOCATOR,
-        '        self._freed("state", message.states, -2)\n        self._changed()',
-        '        self._freed("state", message.states, -2)',
+        "            self._freed(pool.component, ids, -2)\n        self._changed()",
+        "            self._freed(pool.component, ids, -2)",
     ),
     Mutant(
         "newcomers overtake",
@@ -119,8 +119,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "who fits is served before who waits",
         ALLOCATOR,
-        "if not ahead and ledger.fits(pages, states, last=not message.evict):",
-        "if ledger.fits(pages, states, last=not message.evict):",
+        "if not ahead and fits and",
+        "if fits and",
     ),
     Mutant(
         "a deadlock of holders is not broken",

@@ -414,8 +414,9 @@ class Ledger:
     ) -> int:
         """The one account that owns all `pages` and `state`, gathering them there if need be.
 
-        `spans`: and pages of each span component. `owner` restricts it to accounts of that owner; None takes any. Raises `OwnershipError`
-        with nothing changed when something is not granted, repeats, or is somebody else's.
+        `spans`: and pages of each span component. `owner` restricts it to accounts of that owner;
+        None takes any. Raises `OwnershipError` with nothing changed when something is not granted,
+        repeats, or is somebody else's.
         """
         if pages:
             pool, place = self.kv, pages[0]

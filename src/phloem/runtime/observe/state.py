@@ -26,8 +26,8 @@ class RootState(msgspec.Struct, frozen=True):
 class NodeState(msgspec.Struct, frozen=True):
     """A node, from token `start` to `end`; `pages` along its edge, `state`: a slot, or 0.
 
-    Those are on the device; `host_pages` and `host_state` on the host. `spans` has the pages of span
-    components, along the last part of the edge each.
+    Those are on the device; `host_pages` and `host_state` on the host. `spans` has the pages of
+    each span component, along the last part of the edge.
     """
 
     id: int

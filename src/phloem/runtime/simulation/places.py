@@ -174,7 +174,7 @@ class Places:
 
     def _freed(self, event: Freed) -> None:
         tier = self._tier(event.tier)
-        tier.move(_component(event.component), event.ids, event.owner, FREE, event)
+        tier.move(event.component, event.ids, event.owner, FREE, event)
 
     def _parked(self, event: Parked) -> None:
         self.device.move("kv", event.pages, event.owner, PARKED, event)
@@ -196,7 +196,7 @@ class Places:
         if op in self._copies or op in self._failed:
             what = "failed" if op in self._failed else "is in flight"
             raise Violation(f"the copy of {owner} {what}, and the tree shows its data: {event}")
-        tier.move(_component(event.component), event.ids, event.account, TREE, event)
+        tier.move(event.component, event.ids, event.account, TREE, event)
 
     def copies_between(self, op: int, pages: Sequence[int], states: Sequence[int]) -> None:
         """The copy of `op`, about to be submitted, reads or writes these places of the host."""
@@ -248,7 +248,3 @@ class Places:
     def copies(self) -> int:
         """Copies in flight."""
         return len(self._copies)
-
-
-def _component(name: str) -> Component:
-    return "kv" if name == "kv" else "state"
