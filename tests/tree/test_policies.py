@@ -12,7 +12,7 @@ from phloem.actors.tree import TokenKey, Tree
 from phloem.actors.tree.audit import audit_tree
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import (
-    BenefitPerByte,
+    Benefit,
     Lfu,
     Policy,
     PriorityFirst,
@@ -119,7 +119,7 @@ def test_an_unknown_policy_is_named_with_the_known_ones() -> None:
 
 
 def test_a_state_is_worth_the_tokens_since_the_nearest_one_above() -> None:
-    tree = Tree(page_size=1, policy=BenefitPerByte(state_weight=10))
+    tree = Tree(page_size=1, policy=Benefit())
     tree.insert(run(1, 10), range(1, 11), 1)
     tree.insert(run(1, 30), range(11, 41), 2)
     policy = tree.policy
@@ -130,7 +130,7 @@ def test_a_state_is_worth_the_tokens_since_the_nearest_one_above() -> None:
 
 
 def test_a_long_span_outlives_a_short_one_but_not_for_ever() -> None:
-    tree = Tree(page_size=1, policy=BenefitPerByte(state_weight=10))
+    tree = Tree(page_size=1, policy=Benefit())
     tree.insert(run(1, 100), range(1, 101), 1)
     slot = 2
     for turn in range(1, 5):

@@ -11,6 +11,7 @@ import msgspec
 
 from phloem.actors.actions import Action, Ids
 from phloem.actors.tree.components import Components
+from phloem.actors.tree.departures import Departures
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.former import Former
 from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, mark_of
@@ -60,7 +61,8 @@ class TreeCore:
 
     `host`: there is a host tier, to which data are copied as `write_policy` says: at their first
     hit, at the second, or when they leave the device. `components` are texts as
-    `phloem.actors.tree.components` explains them.
+    `phloem.actors.tree.components` explains them. One state weighs as much as the KV of
+    `state_weight` tokens.
     """
 
     def __init__(
@@ -76,9 +78,12 @@ class TreeCore:
         enabled: bool = True,
         host: bool = False,
         write_policy: WritePolicy = "write_through",
+        state_weight: int = 1024,
     ) -> None:
         if page_size < 1 or state_chunk < 1:
             raise InvalidRequest(f"page_size {page_size} and state_chunk {state_chunk} start at 1")
+        if state_weight < 1:
+            raise InvalidRequest(f"a state weighs {state_weight} tokens of KV; it starts at 1")
         self.components = Components(components, page_size, state_chunk)
         self.spans = self.components.spans
         if host and self.spans:
@@ -93,7 +98,10 @@ class TreeCore:
         self._reach = self.components.reach
         self.placement = placement or Placement()
         self.enabled = enabled
+        self.state_weight = state_weight if self.has_states else 0
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.policy.serve(page_size * TOKEN_BYTES, self.state_weight)
+        self.departures = Departures()
         self.radix = self.new_radix(page_size, len(self.spans))
         self.indexes = tuple(
             self.new_index(bit, component.score_by(self.policy), component.may_go)

@@ -92,11 +92,11 @@ class CandidateIndex:
 
     def pop(self) -> tuple[Score, Node] | None:
         """Take out the candidate with the smallest score, or None when there is none."""
-        nodes, score, eligible = self._nodes, self.score, self.eligible
+        nodes, score, eligible, scores = self._nodes, self.score, self.eligible, self._scores
         while (entry := self._next()) is not None:
             noted, number = entry
             node = nodes.get(number)
-            if node is None:
+            if node is None or noted != scores[number]:
                 continue
             if eligible(node):
                 now = score(node)
@@ -122,6 +122,18 @@ class CandidateIndex:
         """The score of `node` has fallen. Its former entry is passed over when its turn comes."""
         if node.queued & self.bit:
             self._enter(self.score(node), node.id)
+
+    def refresh(self, count: int) -> None:
+        """Score `count` candidates anew, round after round: time alone may have lowered them."""
+        nodes, scores = self._nodes, self._scores
+        for _ in range(min(count, len(nodes))):
+            if not self._round:
+                self._round = list(nodes)
+            node = nodes.get(self._round.pop())
+            if node is not None and self.eligible(node):
+                score = self.score(node)
+                if score < scores[node.id]:
+                    self._enter(score, node.id)
 
     def watch(self, node: Node) -> None:
         """The score of `node` may fall when its `keep_until` has come."""
@@ -156,6 +168,8 @@ class CandidateIndex:
         """Forget everything: the tree was reset."""
         self._expiring.clear()
         self._nodes: dict[int, Node] = {}
+        self._scores: dict[int, Score] = {}  # of the one entry of each node that counts
+        self._round: list[int] = []
         self._soon: list[_Entry] = []  # a heap
         self._heads: list[tuple[Score, int, int]] = []  # a heap: the next entry of each run
         self._runs: dict[int, _Run] = {}
@@ -172,6 +186,7 @@ class CandidateIndex:
                 yield score, self._nodes[number]
 
     def _enter(self, score: Score, number: int) -> None:
+        self._scores[number] = score
         soon = self._soon
         heappush(soon, (score, number))
         self._size += 1
@@ -210,6 +225,7 @@ class CandidateIndex:
     def _forget(self, node: Node) -> None:
         node.queued &= ~self.bit
         del self._nodes[node.id]
+        del self._scores[node.id]
 
     def _sweep(self) -> None:
         """Drop the dead entries of the oldest run, or of the heap when there is none."""
@@ -232,7 +248,7 @@ class CandidateIndex:
         kept: list[_Entry] = []
         for entry in entries:
             node = self._nodes.get(entry[1])
-            if node is None:
+            if node is None or self._scores[node.id] != entry[0]:
                 continue
             if self.eligible(node):
                 kept.append(entry)

@@ -47,6 +47,8 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     session: Session | None = None
     priority: int = 0
     keep_until: int = 0
+    turn: int = 0  # as of a node that its request makes
+    prompt_end: int = 0
     load: int = 0  # the operation that it waits for, 0: none
     # For each span component: where the first node begins at which the lease is counted.
     spans: tuple[int, ...] = ()

@@ -104,6 +104,9 @@ class Node(msgspec.Struct, gc=False, eq=False):
     state_stamp: int = 0  # latest use of the state
     born: int = 0  # when the data were first cached
     hits: int = 1
+    turn: int = 0  # how many requests in a row went on from one another, up to the one that made it
+    rests: int = 0  # since when, for a policy that learns when it is used again; 0: it does not
+    prompt_end: int = 0  # where the prompt ended of the request that made it
     priority: int = 0  # 0 to 100
     keep_until: int = 0  # the time when the priority ends; 0: it does not
     sessions: int = 0  # open sessions whose latest boundary is here
@@ -142,6 +145,9 @@ SPLIT_RULES: dict[str, str] = {
     "state_stamp": "lower",
     "born": "copy",
     "hits": "copy",
+    "turn": "copy",
+    "rests": "lower",
+    "prompt_end": "copy",
     "priority": "copy",
     "keep_until": "copy",
     "sessions": "lower",

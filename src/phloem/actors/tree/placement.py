@@ -25,14 +25,15 @@ __all__ = [
     "within_budget",
 ]
 
-Why = Literal["breakpoint", "branch", "end_of_prompt", "end_of_response", "periodic"]
+Why = Literal["breakpoint", "branch", "departure", "end_of_prompt", "end_of_response", "periodic"]
 Refusal = Literal["off_grid", "exists", "budget", "no_slot", "low_benefit", "unsettled"]
 _WORTH: dict[Why, int] = {
     "breakpoint": 0,
     "branch": 1,
-    "end_of_prompt": 2,
-    "end_of_response": 3,
-    "periodic": 4,
+    "departure": 2,
+    "end_of_prompt": 3,
+    "end_of_response": 4,
+    "periodic": 5,
 }
 
 
@@ -57,6 +58,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `branch`: where known KV outlives the usable prefix, or where another request that still runs
     takes another way. `end_of_prompt`: the deepest position that an identical prompt can use.
     `end_of_response`: the deepest that the working state has reached when the request finishes.
+    `departures`: up to so many of the distances before a prompt's end at which requests have left
+    the ways of others so far, where that saves enough; learned, so that the first to leave a way
+    finds a state.
     `periodic`: every so many tokens of the prompt, moved up to the grid; None: not.
     `budget`: at most so many for each request, a caller's breakpoints first, then branches.
     `gain_min`: a state must save so many tokens beyond the one before it; breakpoints always may.
@@ -67,6 +71,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     branch: bool = True
     end_of_prompt: bool = True
     end_of_response: bool = True
+    departures: int = 0
     periodic: int | None = None
     budget: int = 8
     gain_min: int = 0
@@ -75,6 +80,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if self.budget < 0:
             raise InvalidRequest(f"the budget of wanted positions is {self.budget}, below 0")
+        if self.departures < 0:
+            raise InvalidRequest(f"departures is {self.departures}, below 0")
         if self.gain_min < 0:
             raise InvalidRequest(f"gain_min is {self.gain_min} tokens, below 0")
         if self.periodic is not None and self.periodic < 1:
@@ -103,14 +110,18 @@ def choose_positions(
     branch_point: int | None,
     breakpoints: Sequence[int],
     grid: int,
+    departures: Sequence[int] = (),
 ) -> tuple[list[Wanted], list[Refused]]:
     """The wanted positions of a request in ascending order, all beyond `usable`, and the others.
 
+    `departures` are positions at which others will probably leave, the likeliest first.
     Breakpoints are moved down to the grid. Where two reasons meet, the stronger one is kept.
     """
     wanted: list[Wanted] = []
     refused: list[Refused] = []
-    for candidate in _candidates(placement, length, usable, branch_point, breakpoints, grid):
+    for candidate in _candidates(
+        placement, length, usable, branch_point, breakpoints, departures, grid
+    ):
         position, why = candidate
         if any(position == chosen.position for chosen in wanted):
             continue
@@ -139,6 +150,7 @@ def _candidates(
     usable: int,
     branch_point: int | None,
     breakpoints: Sequence[int],
+    departures: Sequence[int],
     grid: int,
 ) -> Iterator[Wanted]:
     """All positions with a reason, the strongest reason first, within one the deepest first."""
@@ -146,6 +158,8 @@ def _candidates(
         yield Wanted(at // grid * grid, "breakpoint")
     if placement.branch and branch_point is not None:
         yield Wanted(branch_point, "branch")
+    for at in departures:
+        yield Wanted(at, "departure")
     if placement.end_of_prompt:
         yield Wanted(end_of_prompt(length, grid), "end_of_prompt")
     if placement.periodic is not None:

@@ -183,6 +183,7 @@ class Radix:
             parent, node.edge[:inside], parent.end + inside // TOKEN_BYTES, node.page_ids[:ids]
         )
         upper.stamp, upper.born, upper.hits = node.stamp, node.born, node.hits
+        upper.turn, upper.prompt_end = node.turn, node.prompt_end
         upper.priority, upper.keep_until = node.priority, node.keep_until
         if node.leases or node.protected_children:
             upper.protected_children = 1

@@ -20,12 +20,15 @@ from phloem.errors import InvalidRequest
 
 __all__ = ["SheddingTree", "Tally"]
 
+_REFRESHED = 4  # candidates whose scores may have fallen that are scored anew for each victim
+
 
 class Tally(msgspec.Struct, gc=False):
     """What an eviction for `by` has brought so far, in all and of that by promise."""
 
     by: str
     actions: Actions
+    victims: int = 0
     pages: int = 0
     states: int = 0
     pages_promised: int = 0
@@ -136,6 +139,7 @@ class SheddingTree(BackingTree):
         """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
         score, node = popped
         self.policy.evicted(score, self.now)
+        gone.victims += 1
         if node.state != NO_SLOT and self.policy.apart and missing < node.page_count:
             self._lose_state(node, gone)
         if node.state == NO_SLOT and missing < node.page_count:
@@ -147,6 +151,7 @@ class SheddingTree(BackingTree):
         """A state goes, with its node if that is a leaf."""
         score, node = popped
         self.policy.evicted(score, self.now)
+        gone.victims += 1
         if kv_may_go(node) and not self.policy.apart:
             self._lose_kv(node, gone)
         else:
@@ -154,6 +159,9 @@ class SheddingTree(BackingTree):
 
     def _evicted(self, gone: Tally) -> tuple[Evicted, Actions]:
         """What an eviction has brought; the indexes are swept if they need it."""
+        if not self.policy.rises_only and gone.victims:
+            for index in self.indexes:
+                index.refresh(_REFRESHED * gone.victims)
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
         result = gone.result()
@@ -308,7 +316,7 @@ class SheddingTree(BackingTree):
                 if each.sessions:
                     self.sessions.recede(each)
                 parent = self.radix.remove(each)
-                self.ghosts.note(mark_of(parent), each.edge, gone.by, self.now, each.mark)
+                self._note_lost(each, parent, gone.by)
 
     def _strip(self, host: HostTier, node: Node, gone: Tally) -> None:
         """A node's copies on the host go."""
@@ -341,10 +349,17 @@ class SheddingTree(BackingTree):
             self._free_spans(leaf, actions)
         stamp = leaf.stamp
         parent = self.radix.remove(leaf)
-        self.ghosts.note(mark_of(parent), leaf.edge, by, self.now, leaf.mark)
+        self._note_lost(leaf, parent, by)
         if stamp > parent.stamp:
             parent.stamp = stamp
         self._after_loss_below(parent, actions)
+
+    def _note_lost(self, leaf: Node, parent: Node, by: str) -> None:
+        """What has gone for good is remembered, to explain misses and for policies that learn."""
+        mark = mark_of(parent)
+        self.ghosts.note(mark, leaf.edge, by, self.now, leaf.mark)
+        if self.policy.learns:
+            self.policy.lost(leaf, mark, self.now)
 
     def _after_loss_below(self, parent: Node, actions: Actions) -> None:
         """A child of `parent` has gone: it may be a candidate, a chain, or an empty root now."""
@@ -441,6 +456,7 @@ class SheddingTree(BackingTree):
     def use_policy(self, policy: str | Policy) -> None:
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.policy.serve(self.radix.page_bytes, self.state_weight)
         self.policy.tick(self.time)
         for component, index in zip(self.components.all, self.indexes, strict=True):
             index.score = component.score_by(self.policy)
@@ -506,6 +522,7 @@ class SheddingTree(BackingTree):
         self.running.clear()
         self.sessions.forget()
         self.ghosts.clear()
+        self.policy.forget()
 
     def _forget_operations(self) -> None:
         """Plans are dropped; what is being copied keeps its targets and its hold until its end."""

@@ -12,15 +12,16 @@ from typing import Literal
 
 from phloem.actors.actions import TREE, FreeDeviceSlots, Ids
 from phloem.actors.tree.components import kv_may_go
-from phloem.actors.tree.core import Actions
+from phloem.actors.tree.core import Actions, Look
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import part_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.moving import MovingTree
-from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
+from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node, state_anywhere
 from phloem.actors.tree.placement import Refusal, Wanted, choose_positions, end_of_response
 from phloem.actors.tree.results import Evicted, InsertResult, Match, PagesChanged, TreeFigures
+from phloem.actors.tree.scoring import Visit
 from phloem.errors import InvalidRequest, StaleHandle
 
 __all__ = ["Actions", "Evicted", "InsertResult", "Match", "PagesChanged", "Tree", "TreeFigures"]
@@ -47,6 +48,7 @@ class Tree(MovingTree):
         key = TokenKey.of(tokens)
         look = self._look(key, limit)
         walk, anchor, match = look.walk, look.anchor, look.match
+        turn = self._visited(key, look) if self.policy.learns else 0
         if (
             walk.partial is not None
             and walk.inside
@@ -63,7 +65,15 @@ class Tree(MovingTree):
                 if node is anchor:
                     break
         lease = self.leases.take(anchor, key, owner, self.generation, with_state=self.has_states)
+        lease.turn, lease.prompt_end = turn, match.looked_up // self.grid * self.grid
         return lease, match
+
+    def _visited(self, key: TokenKey, look: Look) -> int:
+        """The policy learns of a request that opens; the turn of a conversation that it is."""
+        walk = look.walk
+        base = walk.path[-1] if walk.path else self.radix.roots.get(key.root)
+        stop = look.match.looked_up * TOKEN_BYTES
+        return self.policy.visited(Visit(walk, base, key.data, stop, self.now))
 
     def open(
         self,
@@ -89,24 +99,51 @@ class Tree(MovingTree):
                 f"priority {priority} (0 to 100), keep_until {keep_until}, "
                 f"session_ends {session_ends}"
             )
+        wants = self.has_states and self.enabled
+        if wants and self.placement.departures:
+            self._note_departure(self._look(key, limit))
         lease, match = self.acquire(key, owner=owner, limit=limit)
         if session is not None:
             lease.session = self.sessions.join(session, session_ends)
         if priority:
             lease.priority, lease.keep_until = priority, keep_until
             self._prefer(lease.anchor, priority, keep_until)
-        if self.has_states and self.enabled:
+        if wants:
             lease.wanted, lease.refused = choose_positions(
                 self.placement,
-                length=match.tokens,
+                length=min(match.looked_up + 1, match.tokens),
                 usable=match.usable,
                 branch_point=match.branch_point,
                 breakpoints=breakpoints,
+                departures=self._departures(lease, match) if self.departures.backs else (),
                 grid=self.grid,
             )
         if self.enabled:
             self._meet(lease, match.kv_prefix)
         return lease, match
+
+    def _note_departure(self, look: Look) -> None:
+        """Learn from a request that is the first to leave another's way at some point."""
+        walk, match = look.walk, look.match
+        self.departures.opened(match.looked_up)
+        last = walk.partial if walk.inside else (walk.path[-1] if walk.path else None)
+        if last is None or (not walk.inside and (last.children is None or len(last.children) > 1)):
+            return
+        at = match.kv_prefix // self.grid * self.grid
+        saved = at - match.usable
+        if not saved and look.anchor is not None:
+            above = look.anchor.parent
+            while above is not None and above.parent is not None and not state_anywhere(above):
+                above = above.parent
+            saved = at - (above.end if above is not None else 0)
+        back = last.prompt_end - at
+        if saved > 0 and back >= 0:
+            self.departures.note(back, saved, self.placement.departures)
+
+    def _departures(self, lease: Lease, match: Match) -> list[int]:
+        """Where others will probably leave the way of the lease's request, the best first."""
+        places = [lease.prompt_end - back for back in self.departures.backs]
+        return [at for at in places if at > match.kv_prefix]
 
     def stand_on(self, lease: Lease) -> None:
         """The lease's request has finished well: its session stands on its boundary from now on."""
@@ -184,6 +221,7 @@ class Tree(MovingTree):
         self._check_live(lease)
         # The anchor is protected already, so no total changes, whatever the generation.
         fork = self.leases.take(lease.anchor, lease.key, owner, lease.generation, with_state=False)
+        fork.turn, fork.prompt_end = lease.turn, lease.prompt_end
         if lease.load in self.operations.live:
             self._wait(fork, self.operations.live[lease.load])
         return fork
@@ -228,6 +266,8 @@ class Tree(MovingTree):
             self.former.released(anchor)
         elif anchor.parent is None:
             self.radix.drop_root_if_empty(anchor)
+        elif self.policy.learns:
+            self.policy.rested(anchor, self.now)
 
     def release_state(self, lease: Lease) -> None:
         """Give up only the state part. Raises `StaleHandle` when it was not held any more."""
@@ -361,6 +401,8 @@ class Tree(MovingTree):
         reused = offset // TOKEN_BYTES
         if offset < stop:
             node = self._grow(node, key.data[offset:stop], own)
+            if lease is not None:
+                node.turn, node.prompt_end = lease.turn, lease.prompt_end
         former: Node | None = None
         if lease is not None:
             former = lease.anchor

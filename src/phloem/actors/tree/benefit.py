@@ -1,0 +1,186 @@
+"""The policy that keeps what will probably save the most work for its bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import sqrt
+from typing import NamedTuple
+from zlib import crc32
+
+from phloem.actors.tree.ghosts import mark_after, mark_of
+from phloem.actors.tree.keys import TOKEN_BYTES
+from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node, state_anywhere
+from phloem.actors.tree.returns import Returns
+from phloem.actors.tree.scoring import Policy, Score, Visit
+
+__all__ = ["Benefit"]
+
+_UNIT = 1 << 64
+_WALK_MAX = 64  # nodes looked at for the nearest state above; the farthest counts otherwise
+_LEARN_EVERY = 64  # visits
+_GONE_MAX = 4096
+_INNER_MEMORY = 200  # visits over which the share of those is averaged that leave others' ways
+_KINDS = 5  # of turns: the first, the second, up to the fourth, up to the eighth, later ones
+
+
+def _kind(turn: int) -> int:
+    """The kind of what a request of that turn leaves."""
+    return min(turn.bit_length(), _KINDS - 1)
+
+
+class _Gone(NamedTuple):
+    """A leaf that was evicted, to be recognised: how long it was and how its last page ended."""
+
+    length: int
+    tail: int
+    mark: int  # of the prefix up to its end, if it was known
+    turn: int
+    since: int  # when it began to rest; 0: it did not rest
+
+
+class Benefit(Policy):
+    """Expected tokens saved for each use and each token of KV that the data weigh.
+
+    The chance of a return is learned for the conversation's turn and the age (`Returns`), from
+    what is cached and from what was evicted lately. Of a leaf that comes back, the tokens since
+    the nearest state above it are saved. The state of an inner node is used only when a request
+    leaves the way that others took; how often that happens is learned, too.
+    """
+
+    name = "benefit"
+    rises_only = False
+    by_shape = True
+    learns = True
+
+    def __init__(self) -> None:
+        self._returns = Returns(_KINDS)
+        self._gone: OrderedDict[tuple[int, bytes], _Gone] = OrderedDict()
+        self._now = 0
+        self._visits = 0
+        self._inner = 0.3  # share of the requests that leave others' ways
+        self._inner_weight = sqrt(self._inner)
+        self._page_bytes = TOKEN_BYTES
+        self._state_weight = 0
+
+    def serve(self, page_bytes: int, state_weight: int, /) -> None:
+        """The weights to reckon with."""
+        self._page_bytes, self._state_weight = page_bytes, state_weight
+
+    # -- scores --------------------------------------------------------------------------------
+
+    def kv_score(self, node: Node, /) -> Score:
+        """Of a leaf with its state. KV without a state saves nothing; with no states, all does."""
+        rate = self._returns.rate(_kind(node.turn), self._now - node.stamp)
+        if not self._state_weight:
+            return int(rate * _UNIT)
+        if not state_anywhere(node):
+            return 0
+        saved, alone = self._spans(node)
+        return int(rate * saved / (alone + self._state_weight) * _UNIT)
+
+    def state_score(self, node: Node, /) -> Score:
+        """Of the state alone; of a leaf as a whole, since its KV goes with the state."""
+        if node.children is None:
+            return self.kv_score(node)
+        rate = self._returns.rate(_kind(node.turn), self._now - node.state_stamp)
+        saved, _ = self._spans(node)
+        weight = self._inner_weight * len(node.children)
+        return int(rate * saved * weight / max(self._state_weight, 1) * _UNIT)
+
+    def span_score(self, node: Node, stamp: int, /) -> Score:
+        """What is needed with the state goes with the chance that it is."""
+        return int(self._returns.rate(_kind(node.turn), self._now - stamp) * _UNIT)
+
+    def _spans(self, node: Node) -> tuple[int, int]:
+        """Tokens since the nearest state above, and tokens of KV that nothing else needs."""
+        above = node.parent
+        alone: int | None = None
+        for _ in range(_WALK_MAX):
+            if above is None or above.parent is None or above.state != NO_SLOT:
+                break
+            if alone is None and above.children is not None and len(above.children) > 1:
+                alone = node.end - above.end
+            above = above.parent
+        saved = node.end - (above.end if above is not None else 0)
+        return saved, saved if alone is None else alone
+
+    # -- what it learns from -------------------------------------------------------------------
+
+    def evicted(self, score: Score, now: int, /) -> None:
+        """Ages count to here."""
+        del score
+        self._now = now
+
+    def visited(self, visit: Visit, /) -> int:
+        """Whether what rested has come back; the turn of a conversation that this is."""
+        walk, self._now = visit.walk, visit.now
+        inside = walk.partial if walk.inside else None
+        last = inside or visit.base
+        reached, turn = walk.offset + walk.inside, -1
+        if last is not None and reached:
+            turn = last.turn
+            leaves = inside is not None or (last.children is not None and len(last.children) == 1)
+            self._inner += (leaves - self._inner) / _INNER_MEMORY
+            if last.rests and (inside is None or 2 * walk.inside >= len(inside.edge)):
+                self._returns.ended(_kind(turn), last.rests, visit.now, returned=True)
+                last.rests = 0
+        found = self._find_gone(visit, reached)
+        if found is not None:
+            reached, turn = found
+        self._visits += 1
+        if self._visits % _LEARN_EVERY == 0:
+            self._returns.learn(visit.now)
+            self._inner_weight = sqrt(self._inner)
+        return turn + 1 if 2 * reached > visit.stop else 0
+
+    def rested(self, node: Node, now: int, /) -> None:
+        """A leaf begins to rest."""
+        self._now = now
+        if node.children is None and node.parent is not None and not node.rests:
+            node.rests = now
+            self._returns.rests(_kind(node.turn))
+
+    def lost(self, leaf: Node, mark: int, now: int, /) -> None:
+        """It is remembered for a while, since it may be asked for again."""
+        edge, size = leaf.edge, self._page_bytes
+        place = mark, edge[:size]
+        self._give_up(self._gone.pop(place, None), now)
+        self._gone[place] = _Gone(len(edge), crc32(edge[-size:]), leaf.mark, leaf.turn, leaf.rests)
+        if len(self._gone) > _GONE_MAX:
+            self._give_up(self._gone.popitem(last=False)[1], now)
+
+    def forget(self) -> None:
+        """Nothing rests any more."""
+        self._gone.clear()
+        self._returns.forget_resting()
+
+    def _give_up(self, gone: _Gone | None, now: int) -> None:
+        if gone is not None and gone.since:
+            self._returns.ended(_kind(gone.turn), gone.since, now, returned=False)
+
+    def _find_gone(self, visit: Visit, reached: int) -> tuple[int, int] | None:
+        """How far the key leads through evicted leaves, and the turn of the last; None: nowhere."""
+        walk, base, data = visit.walk, visit.base, visit.data
+        if base is None or not self._gone or reached >= visit.stop:
+            return None
+        mark, size = mark_of(base), self._page_bytes
+        if walk.partial is not None and walk.inside:
+            mark = mark_after(mark, walk.partial.edge[: walk.inside])
+        turn = -1
+        found: _Gone | None = None
+        while reached < visit.stop:
+            place = mark, data[reached : reached + size]
+            gone = self._gone.get(place)
+            end = reached + gone.length if gone is not None else 0
+            if gone is None or end > visit.stop or crc32(data[end - size : end]) != gone.tail:
+                break
+            del self._gone[place]
+            self._give_up(found, visit.now)
+            found, turn = gone, gone.turn
+            mark = gone.mark if gone.mark != NO_MARK else mark_after(mark, data[reached:end])
+            reached = end
+        if found is None:
+            return None
+        if found.since:
+            self._returns.ended(_kind(turn), found.since, visit.now, returned=True)
+        return reached, turn

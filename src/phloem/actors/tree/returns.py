@@ -1,0 +1,126 @@
+"""How soon what rests is used again: learned from what has come back and what has not.
+
+What rests has a kind. For each kind and age (in uses, by powers of two) it is counted how many came
+back at that age, and how many uses long something has been of that age, whether it came back or
+not. The first over the second is the chance of a return with the next use, the hazard. What is
+worth keeping is told by the best ratio of both over any stretch of ages that begins at the present
+one: the index of Gittins for a single return. It makes no assumption about the distribution of
+returns: under heavy tails it falls with age, so that the least recently used goes first; for
+sessions that all come back after a pause it rises, so that those which have waited longest stay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+__all__ = ["Returns"]
+
+_AGES = 64  # powers of two that an age may reach
+_STARTS = [0, *(1 << power for power in range(_AGES))]  # where each range of ages begins
+_WIDTHS = [1, *(1 << power for power in range(_AGES))]
+_ENDED_MAX = 4096  # of a kind; then all that was counted is halved
+_EPOCHS_MAX = 64
+# As if one more had been seen for ever, that came back this often at each range of ages: with
+# nothing learned the least recently used goes first.
+_PRIOR = 0.1
+
+
+class _Kind:
+    """What is known of one kind, by age."""
+
+    def __init__(self) -> None:
+        self.returned = [0.0] * (_AGES + 1)
+        self.ended = [0.0] * (_AGES + 1)  # came back or was given up at that age
+        self.spent = [0.0] * (_AGES + 1)  # uses that those were of their last range of ages
+        self.total = 0.0
+        self.rates = _indexes(self.returned, self.ended, self.spent, _AGES)
+
+    def end(self, age: int, returned: bool) -> None:
+        """Something came back at that age, or was given up."""
+        at = min(age.bit_length(), _AGES)
+        self.ended[at] += 1
+        self.spent[at] += age - _STARTS[at]
+        self.returned[at] += returned
+        self.total += 1
+        if self.total > _ENDED_MAX:
+            self.total /= 2
+            for counts in (self.returned, self.ended, self.spent):
+                counts[:] = [count / 2 for count in counts]
+
+
+def _indexes(
+    returned: list[float], ended: list[float], spent: list[float], top: int
+) -> list[float]:
+    """For each range of ages up to `top`, the best ratio of returns to uses from there on."""
+    exposure = [0.0] * (top + 1)
+    reaching = 1.0
+    for at in range(top, -1, -1):
+        exposure[at] = spent[at] + _WIDTHS[at] * reaching
+        reaching += ended[at]
+    indexes: list[float] = []
+    for first in range(top + 1):
+        best = hits = uses = 0.0
+        for at in range(first, top + 1):
+            hits += returned[at] + _PRIOR
+            uses += exposure[at]
+            if hits > best * uses:
+                best = hits / uses
+        indexes.append(best)
+    return indexes
+
+
+class Returns:
+    """The rates of return of `kinds` kinds. What still rests is counted by when it began to."""
+
+    def __init__(self, kinds: int) -> None:
+        self._kinds = [_Kind() for _ in range(kinds)]
+        self._since = [0]  # when each epoch began
+        self._resting = [[0] * kinds]  # and how many of each kind have rested since then
+
+    def rate(self, kind: int, age: int) -> float:
+        """What a use of waiting for something of that kind and age brings, in returns."""
+        rates = self._kinds[kind].rates
+        return rates[min(max(age, 0).bit_length(), len(rates) - 1)]
+
+    def rests(self, kind: int) -> None:
+        """Something has begun to rest."""
+        self._resting[-1][kind] += 1
+
+    def ended(self, kind: int, since: int, now: int, *, returned: bool) -> None:
+        """What rested since then has come back, or nobody looks for it any more."""
+        epoch = bisect_right(self._since, since) - 1
+        if epoch >= 0 and self._resting[epoch][kind]:
+            self._resting[epoch][kind] -= 1
+        self._kinds[kind].end(max(now - since, 0), returned)
+
+    def learn(self, now: int) -> None:
+        """Compute the rates anew; a new epoch begins."""
+        top = min(now.bit_length(), _AGES)
+        for number, kind in enumerate(self._kinds):
+            ended, spent = kind.ended[:], kind.spent[:]
+            for began, resting in zip(self._since, self._resting, strict=True):
+                count = resting[number]
+                if count:
+                    age = now - began
+                    at = min(age.bit_length(), _AGES)
+                    ended[at] += count
+                    spent[at] += count * (age - _STARTS[at])
+            kind.rates = _indexes(kind.returned, ended, spent, top)
+        self._since.append(now)
+        self._resting.append([0] * len(self._kinds))
+        if len(self._since) > _EPOCHS_MAX:
+            self._join_epochs()
+
+    def _join_epochs(self) -> None:
+        """Of the older half each two become one."""
+        half = _EPOCHS_MAX // 2
+        older = self._resting[:half]
+        self._resting[:half] = [
+            [first + second for first, second in zip(*pair, strict=True)]
+            for pair in zip(older[::2], older[1::2], strict=True)
+        ]
+        self._since[:half] = self._since[:half:2]
+
+    def forget_resting(self) -> None:
+        """All that rested has gone at once; what was learned stays."""
+        self._since, self._resting = self._since[-1:], [[0] * len(self._kinds)]
