@@ -12,7 +12,6 @@ from phloem.actors.tree import TokenKey, Tree
 from phloem.actors.tree.audit import audit_tree
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import (
-    Benefit,
     Lfu,
     Policy,
     PriorityFirst,
@@ -113,39 +112,6 @@ def test_bad_preferences_are_refused(arguments: dict[str, int]) -> None:
 def test_an_unknown_policy_is_named_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match=r"'clock'.*lru, lfu"):
         policy_named("clock")
-
-
-# -- benefit per byte ------------------------------------------------------------------------------
-
-
-def test_a_state_is_worth_the_tokens_since_the_nearest_one_above() -> None:
-    tree = Tree(page_size=1, policy=Benefit())
-    tree.insert(run(1, 10), range(1, 11), 1)
-    tree.insert(run(1, 30), range(11, 41), 2)
-    policy = tree.policy
-    shallow, deep = sorted(tree.radix, key=lambda node: node.end)
-    assert policy.state_score(deep) == 2 * policy.state_score(shallow)
-    tree.insert(run(1, 20), range(41, 61), 3)
-    assert policy.state_score(deep) == policy.state_score(shallow)
-
-
-def test_a_long_span_outlives_a_short_one_but_not_for_ever() -> None:
-    tree = Tree(page_size=1, policy=Benefit())
-    tree.insert(run(1, 100), range(1, 101), 1)
-    slot = 2
-    for turn in range(1, 5):
-        tree.insert([1000 + turn, 1], [slot * 1000, slot * 1000 + 1], slot)
-        slot += 1
-    assert tree.evict(states=3)[0].pages == 6  # the short ones, though newer
-    for turn in range(5, 400):
-        tree.insert([1000 + turn, 1], [slot * 1000, slot * 1000 + 1], slot)
-        slot += 1
-        tree.evict(states=1)
-        audit_tree(tree)
-        if not tree.match(run(1, 100)).usable:
-            break
-    else:
-        pytest.fail("an old long prefix was kept for ever")
 
 
 # -- all of them -----------------------------------------------------------------------------------

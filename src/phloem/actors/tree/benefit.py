@@ -121,9 +121,8 @@ class Benefit(Policy):
             turn = last.turn
             leaves = inside is not None or (last.children is not None and len(last.children) == 1)
             self._inner += (leaves - self._inner) / _INNER_MEMORY
-            if last.rests and (inside is None or 2 * walk.inside >= len(inside.edge)):
-                self._returns.ended(_kind(turn), last.rests, visit.now, returned=True)
-                last.rests = 0
+            if inside is None or 2 * walk.inside >= len(inside.edge):
+                self._comes_back(last, visit.stop - reached < self._page_bytes, visit.now)
         found = self._find_gone(visit, reached)
         if found is not None:
             reached, turn = found
@@ -132,6 +131,14 @@ class Benefit(Policy):
             self._returns.learn(visit.now)
             self._inner_weight = sqrt(self._inner)
         return turn + 1 if 2 * reached > visit.stop else 0
+
+    def _comes_back(self, node: Node, looked_up_all: bool, now: int) -> None:
+        """A request goes on from `node`, or is the one again whose last page is below it."""
+        if looked_up_all and not node.rests and node.children is not None:
+            node = next(iter(node.children.values()))
+        if node.rests:
+            self._returns.ended(_kind(node.turn), node.rests, now, returned=True)
+            node.rests = 0
 
     def rested(self, node: Node, now: int, /) -> None:
         """A leaf begins to rest."""
@@ -159,20 +166,23 @@ class Benefit(Policy):
             self._returns.ended(_kind(gone.turn), gone.since, now, returned=False)
 
     def _find_gone(self, visit: Visit, reached: int) -> tuple[int, int] | None:
-        """How far the key leads through evicted leaves, and the turn of the last; None: nowhere."""
+        """How far the key leads through evicted leaves, and the turn of the last; None: nowhere.
+
+        All of the key counts, looked up or not: a prompt that is asked again is the same.
+        """
         walk, base, data = visit.walk, visit.base, visit.data
-        if base is None or not self._gone or reached >= visit.stop:
+        if base is None or not self._gone:
             return None
         mark, size = mark_of(base), self._page_bytes
         if walk.partial is not None and walk.inside:
             mark = mark_after(mark, walk.partial.edge[: walk.inside])
         turn = -1
         found: _Gone | None = None
-        while reached < visit.stop:
+        while reached < len(data):
             place = mark, data[reached : reached + size]
             gone = self._gone.get(place)
             end = reached + gone.length if gone is not None else 0
-            if gone is None or end > visit.stop or crc32(data[end - size : end]) != gone.tail:
+            if gone is None or end > len(data) or crc32(data[end - size : end]) != gone.tail:
                 break
             del self._gone[place]
             self._give_up(found, visit.now)

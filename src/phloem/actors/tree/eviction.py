@@ -128,7 +128,7 @@ class CandidateIndex:
         nodes, scores = self._nodes, self._scores
         for _ in range(min(count, len(nodes))):
             if not self._round:
-                self._round = list(nodes)
+                self._round.extend(nodes)
             node = nodes.get(self._round.pop())
             if node is not None and self.eligible(node):
                 score = self.score(node)

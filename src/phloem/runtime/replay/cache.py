@@ -101,6 +101,7 @@ class ReplayCache:
             components=("kv", "state") if with_states else ("kv",),
             policy=self.policy,
             placement=self.admission.placement,
+            state_weight=max(1, round(geometry.state_bytes / (geometry.kv_bytes * block_size))),
         )
         self.places = {"kv": Places(), "state": Places()}
         self.totals = Totals()
