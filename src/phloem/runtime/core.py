@@ -71,6 +71,7 @@ class Core:
             enabled=config.enabled,
             host=host is not None,
             write_policy=config.write_policy,
+            state_weight=config.layout.state_weight,
         )
         self.grid = self.tree.grid
         self.ledger = _ledger_of(pools)

@@ -118,6 +118,11 @@ class ModelLayout:
         """Bytes of the states at one position over all layers, without padding."""
         return sum(state.nbytes for layer in self.layers for state in layer.states)
 
+    @cached_property
+    def state_weight(self) -> int:
+        """How many tokens of KV weigh as much as one state; at least 1."""
+        return max(1, round(self.state_bytes / max(self.kv_bytes_per_token, 1)))
+
     def page_bytes(self, page_size: int) -> int:
         """Bytes that a page of `page_size` tokens takes in a pool, padding included."""
         return sum(layer.page_bytes(page_size) for layer in self.layers)

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from phloem.actors.tree.node import Walk, state_anywhere
+from phloem.actors.tree.results import Match
+
 __all__ = ["Departures"]
 
 _KEPT = 32  # of the latest departures
@@ -24,6 +27,14 @@ class _Departure(NamedTuple):
     request: int  # at which request
 
 
+def _boundary_before(walk: Walk, at: int) -> int:
+    """Where the deepest state before `at` is on the way, 0 if there is none."""
+    for node in reversed(walk.path):
+        if node.end < at and state_anywhere(node):
+            return node.end
+    return 0
+
+
 class Departures:
     """The latest departures, and the distances before a prompt's end that are worth a state."""
 
@@ -34,17 +45,28 @@ class Departures:
         self._tokens = 0
         self._noted = 0
 
-    def opened(self, tokens: int) -> None:
-        """A request of so many tokens has opened."""
-        self._requests += 1
-        self._tokens += tokens
+    def ahead(self, prompt_end: int, known: int) -> list[int]:
+        """Where others will probably leave the way of a prompt, beyond its `known` tokens."""
+        return [prompt_end - back for back in self.backs if prompt_end - back > known]
 
-    def note(self, back: int, saved: int, places: int) -> None:
-        """The latest request has left another's way; up to `places` distances are wanted."""
-        self._latest.append(_Departure(back, saved, self._requests))
-        self._noted += 1
-        if self._noted % _CHOOSE_EVERY == 0:
-            self._choose(places)
+    def visited(self, walk: Walk, match: Match, grid: int, places: int) -> None:
+        """Learn from a request that opens, if it is the first to leave another's way at a point.
+
+        Up to `places` distances are wanted. What a state saves begins at the nearest one above.
+        """
+        self._requests += 1
+        self._tokens += match.looked_up
+        last = walk.partial if walk.inside else (walk.path[-1] if walk.path else None)
+        if last is None or (not walk.inside and (last.children is None or len(last.children) > 1)):
+            return
+        at = match.kv_prefix // grid * grid
+        back = last.prompt_end - at
+        saved = at - _boundary_before(walk, at)
+        if saved > 0 and back >= 0:
+            self._latest.append(_Departure(back, saved, self._requests))
+            self._noted += 1
+            if self._noted % _CHOOSE_EVERY == 0:
+                self._choose(places)
 
     def _choose(self, places: int) -> None:
         """Take the distance that saves most, then the one that saves most beside it, and so on.

@@ -18,7 +18,7 @@ from phloem.actors.tree.host import part_of
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.moving import MovingTree
-from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node, state_anywhere
+from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
 from phloem.actors.tree.placement import Refusal, Wanted, choose_positions, end_of_response
 from phloem.actors.tree.results import Evicted, InsertResult, Match, PagesChanged, TreeFigures
 from phloem.actors.tree.scoring import Visit
@@ -101,7 +101,8 @@ class Tree(MovingTree):
             )
         wants = self.has_states and self.enabled
         if wants and self.placement.departures:
-            self._note_departure(self._look(key, limit))
+            look = self._look(key, limit)
+            self.departures.visited(look.walk, look.match, self.grid, self.placement.departures)
         lease, match = self.acquire(key, owner=owner, limit=limit)
         if session is not None:
             lease.session = self.sessions.join(session, session_ends)
@@ -115,35 +116,12 @@ class Tree(MovingTree):
                 usable=match.usable,
                 branch_point=match.branch_point,
                 breakpoints=breakpoints,
-                departures=self._departures(lease, match) if self.departures.backs else (),
+                departures=self.departures.ahead(lease.prompt_end, match.kv_prefix),
                 grid=self.grid,
             )
         if self.enabled:
             self._meet(lease, match.kv_prefix)
         return lease, match
-
-    def _note_departure(self, look: Look) -> None:
-        """Learn from a request that is the first to leave another's way at some point."""
-        walk, match = look.walk, look.match
-        self.departures.opened(match.looked_up)
-        last = walk.partial if walk.inside else (walk.path[-1] if walk.path else None)
-        if last is None or (not walk.inside and (last.children is None or len(last.children) > 1)):
-            return
-        at = match.kv_prefix // self.grid * self.grid
-        saved = at - match.usable
-        if not saved and look.anchor is not None:
-            above = look.anchor.parent
-            while above is not None and above.parent is not None and not state_anywhere(above):
-                above = above.parent
-            saved = at - (above.end if above is not None else 0)
-        back = last.prompt_end - at
-        if saved > 0 and back >= 0:
-            self.departures.note(back, saved, self.placement.departures)
-
-    def _departures(self, lease: Lease, match: Match) -> list[int]:
-        """Where others will probably leave the way of the lease's request, the best first."""
-        places = [lease.prompt_end - back for back in self.departures.backs]
-        return [at for at in places if at > match.kv_prefix]
 
     def stand_on(self, lease: Lease) -> None:
         """The lease's request has finished well: its session stands on its boundary from now on."""
