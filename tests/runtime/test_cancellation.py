@@ -301,7 +301,7 @@ async def test_f059_a_copy_that_has_ended_keeps_nothing_waiting(inline: bool) ->
             cache.core.domain.drain()
             here.gate.open()
             for copy in list(cache.core.transfer._tickets.values()):
-                while not copy.ticket.done:  # ended; the loop has not heard of it
+                while not copy.tickets[0][1].done:  # ended; the loop has not heard of it
                     threading.Event().wait(0.001)
             ready.cancel()
             with pytest.raises(asyncio.CancelledError):

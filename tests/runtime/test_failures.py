@@ -208,7 +208,8 @@ async def test_f109_who_is_woken_finds_everything_done(inline: bool) -> None:
             async with here.cache.request(PROMPT, id=name) as request:
                 await request.allocate(2 * PAGE)
                 await request.ready()
-                assert all(op.reply.done is False for op in core.tree_actor.operations.values())
+                waiting = [r for op in core.tree_actor.operations.values() for r, _ in op.replies]
+                assert not any(reply.done for reply in waiting)
                 slots = {s for copy in core.transfer._tickets.values() for s in copy.states}
                 assert request.state_slot not in slots, "its own copy has been heard of"
                 assert not request._lease.has_state

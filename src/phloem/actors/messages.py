@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from phloem.actors.actions import CopyPages, CopyState, Ids
+from phloem.actors.actions import ClearState, CopyPages, CopyState, Ids
 from phloem.actors.tree.keys import TokenKey
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.policies import Policy
@@ -17,6 +17,8 @@ __all__ = [
     "Advance",
     "Allocate",
     "Audit",
+    "AwaitCopy",
+    "AwaitFences",
     "AwaitLoad",
     "CloseSession",
     "Copied",
@@ -38,6 +40,7 @@ __all__ = [
     "Prepare",
     "MoveBorder",
     "NotReserved",
+    "ReadBy",
     "Release",
     "ReleaseState",
     "Reserved",
@@ -154,10 +157,29 @@ class ReleaseState(Message, frozen=True, gc=False, eq=False):
 
 
 class Prepare(Message, frozen=True, gc=False, eq=False):
-    """Make `target` the private copy of the lease's state, or clear it; answered when it is so."""
+    """Make `target` the private copy of the lease's state, or clear it; answered when it is so.
+
+    `after`: steps and copies that may still touch it. `at_once`: answered with the number of the
+    operation as soon as it is under way, also behind the load of the state; see `AwaitCopy`.
+    """
 
     lease: Lease
     target: int
+    after: tuple[Fence, ...] = ()
+    at_once: bool = False
+
+
+class AwaitCopy(Message, frozen=True, gc=False, eq=False):
+    """Answered when the copy of that number, of a state, has ended, whatever its outcome."""
+
+    op: int
+
+
+class ReadBy(Message, frozen=True, gc=False, eq=False):
+    """Steps and copies read what is on its way for a lease: if it fails they end first."""
+
+    lease: Lease
+    after: tuple[Fence, ...]
 
 
 class CopyWorkingState(Message, frozen=True, gc=False, eq=False):
@@ -328,10 +350,20 @@ class Ripe(Message, frozen=True, gc=False, eq=False):
 
 
 class CopyAfter(Message, frozen=True, gc=False, eq=False):
-    """Carry out `action` once the steps in `after`, which may write what it reads, have ended."""
+    """Carry out `action` once the steps in `after`, which may touch what it does, have ended.
 
-    action: CopyState | CopyPages
+    `behind`: the load that brings the state to be copied, layer by layer; each follows its own.
+    """
+
+    action: CopyState | CopyPages | ClearState
     after: tuple[Fence, ...]
+    behind: int = 0
+
+
+class AwaitFences(Message, frozen=True, gc=False, eq=False):
+    """Answered when all of these have passed."""
+
+    fences: tuple[Fence, ...]
 
 
 class StateWritten(Message, frozen=True, gc=False, eq=False):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from phloem.actors.actions import BackupToHost, ClearState, CopyState, LoadToDevice, Places
-from phloem.actors.domain import Actor, Domain, Handlers
-from phloem.actors.messages import Copied, CopyAfter, StateWritten, Written
+from phloem.actors.domain import LATER, Actor, Domain, Handlers
+from phloem.actors.messages import AwaitFences, Copied, CopyAfter, StateWritten, Written
 from phloem.cuda_streams.engine import (
     Channel,
     Clear,
@@ -19,6 +19,7 @@ from phloem.cuda_streams.engine import (
     Ticket,
 )
 from phloem.cuda_streams.pools import DevicePools, HostPools
+from phloem.cuda_streams.rows import RowPool
 from phloem.errors import EngineDead, RuntimeClosed
 from phloem.events import Context, CopyEnded, CopySubmitted, Sink
 
@@ -29,9 +30,12 @@ _BULK = 1  # the priority of backups: loads that a request waits for go first
 
 
 class _Copy(NamedTuple):
-    """A copy in flight, the device places it touches, and what its caller had bound."""
+    """A copy in flight, the device places it touches, and what its caller had bound.
 
-    ticket: Ticket
+    Each ticket with the model layer from which on it is needed.
+    """
+
+    tickets: tuple[tuple[int, Ticket], ...]
     pages: frozenset[int]
     states: frozenset[int]
     context: Context
@@ -58,6 +62,7 @@ class TransferActor:
         self._tree: Actor | None = None
         self._tickets: dict[int, _Copy] = {}
         self._writers: dict[int, tuple[Fence, ...]] = {}  # by state slot
+        self._by_layer: list[tuple[int, RowPool]] | None = None
         self._writing: list[Fence] = []  # steps that may still write what was published
         self.handlers: Handlers = {
             CopyState: self._on_copy_state,
@@ -67,6 +72,7 @@ class TransferActor:
             Written: self._on_written,
             BackupToHost: self._on_backup,
             LoadToDevice: self._on_load,
+            AwaitFences: self._on_await_fences,
         }
 
     def connect(self, tree: Actor) -> None:
@@ -76,17 +82,19 @@ class TransferActor:
     def touching(self, slots: Collection[int]) -> tuple[Fence, ...]:
         """The fences of the copies in flight that read or write one of these state slots."""
         return tuple(
-            copy.ticket.quiesced
+            ticket.quiesced
             for copy in self._tickets.values()
             if not copy.states.isdisjoint(slots)
+            for _, ticket in copy.tickets
         )
 
     def touching_pages(self, pages: Collection[int]) -> tuple[Fence, ...]:
         """The fences of the copies in flight that read or write one of these pages."""
         return tuple(
-            copy.ticket.quiesced
+            ticket.quiesced
             for copy in self._tickets.values()
             if not copy.pages.isdisjoint(pages)
+            for _, ticket in copy.tickets
         )
 
     @property
@@ -98,10 +106,13 @@ class TransferActor:
         """The numbers of the operations whose copies have not ended."""
         return tuple(self._tickets)
 
-    def ticket_of(self, op: int) -> Ticket | None:
-        """The copy of an operation, while it is in flight."""
+    def tickets_of(self, op: int) -> tuple[tuple[int, Ticket], ...]:
+        """The copies of an operation while one is in flight, and from which layer on each counts.
+
+        Empty when they have ended, or could not be submitted.
+        """
         copy = self._tickets.get(op)
-        return None if copy is None else copy.ticket
+        return () if copy is None else copy.tickets
 
     def _on_backup(self, action: BackupToHost) -> None:
         """After every step that may still write what has been published so far."""
@@ -109,15 +120,15 @@ class TransferActor:
         items = tuple(self._between(part, to_host=True) for part in action.items)
         pages, states = _device_places(action.items, to_host=True)
         after = tuple(self._writing)
-        self._submit(
-            action.op, "backup", items, after, "d2h", pages=pages, states=states, priority=_BULK
-        )
+        batch = self._batch(action.op, "backup", items, after, "d2h", priority=_BULK)
+        self._submit(action.op, "backup", ((0, batch),), pages=pages, states=states)
 
     def _on_load(self, action: LoadToDevice) -> None:
         """Into places that were free, so after nothing; layer by layer, in the model's order."""
         items = tuple(self._between(part, to_host=False) for part in action.items)
         pages, states = _device_places(action.items, to_host=False)
-        self._submit(action.op, "load", items, (), "h2d", pages=pages, states=states, by_layer=True)
+        batch = self._batch(action.op, "load", items, (), "h2d", by_layer=True)
+        self._submit(action.op, "load", ((0, batch),), pages=pages, states=states)
 
     def _between(self, part: Places, *, to_host: bool) -> Copy:
         assert self._host is not None
@@ -139,23 +150,68 @@ class TransferActor:
         action = message.action
         after = tuple(fence for fence in message.after if not fence.passed)
         if isinstance(action, CopyState):
-            self._copy_state(action, after)
+            self._copy_state(action, after, message.behind)
+        elif isinstance(action, ClearState):
+            self._clear_state(action, after)
         else:
             rows = self._pools.kv_rows
             item = Copy(rows, rows, action.sources, action.targets)
             pages = frozenset((*action.sources, *action.targets))
-            self._submit(action.op, "copy_pages", (item,), after, pages=pages)
+            batch = self._batch(action.op, "copy_pages", (item,), after)
+            self._submit(action.op, "copy_pages", ((0, batch),), pages=pages)
 
-    def _copy_state(self, action: CopyState, after: tuple[Fence, ...]) -> None:
-        rows = self._pools.state_rows
+    def _copy_state(self, action: CopyState, after: tuple[Fence, ...], behind: int = 0) -> None:
+        """`behind`: the operation that brings the state, layer by layer, and so it is copied."""
         written = tuple(f for f in self._writers.get(action.source, ()) if not f.passed)
-        item = Copy(rows, rows, (action.source,), (action.target,))
+        after = (*after, *written)
+        loads = [ticket for _, ticket in self.tickets_of(behind)]
         states = frozenset((action.source, action.target))
-        self._submit(action.op, "copy_state", (item,), (*after, *written), states=states)
+        places = (action.source,), (action.target,)
+        rows = self._pools.state_rows
+        if not loads:
+            batch = self._batch(action.op, "copy_state", (Copy(rows, rows, *places),), after)
+            self._submit(action.op, "copy_state", ((0, batch),), states=states)
+            return
+        batches: list[tuple[int, CopyBatch]] = []
+        for layer, one in self._state_layers():
+            landed = tuple(ticket.layer_fence(layer) for ticket in loads)
+            item = Copy(one, one, *places)
+            batch = self._batch(action.op, "copy_state", (item,), (*after, *landed))
+            batches.append((layer, batch))
+        self._submit(action.op, "copy_state", tuple(batches), states=states)
+
+    def _state_layers(self) -> list[tuple[int, RowPool]]:
+        """The layers that keep states, each as a pool of its own."""
+        if self._by_layer is None:
+            rows = self._pools.state_rows
+            self._by_layer = [(k, rows.only(k)) for k in range(rows.layers) if rows.parts(k)]
+        return self._by_layer
 
     def _on_clear_state(self, action: ClearState) -> None:
+        self._clear_state(action, ())
+
+    def _clear_state(self, action: ClearState, after: tuple[Fence, ...]) -> None:
         item = Clear(self._pools.state_rows, (action.target,))
-        self._submit(action.op, "clear_state", (item,), (), states=frozenset((action.target,)))
+        batch = self._batch(action.op, "clear_state", (item,), after)
+        states = frozenset((action.target,))
+        self._submit(action.op, "clear_state", ((0, batch),), states=states)
+
+    def _on_await_fences(self, message: AwaitFences) -> object:
+        left = [fence for fence in message.fences if not fence.passed]
+        if not left:
+            return None
+        reply = self._domain.later()
+        count = len(left)
+
+        def one_passed() -> None:
+            nonlocal count
+            count -= 1
+            if not count and not reply.done and not reply.abandoned:
+                self._domain.complete(reply, None)
+
+        for fence in left:
+            fence.add_callback(one_passed)
+        return LATER
 
     def _on_state_written(self, message: StateWritten) -> None:
         slot, fences = message.slot, message.after
@@ -170,7 +226,7 @@ class TransferActor:
 
         return forget
 
-    def _submit(
+    def _batch(
         self,
         op: int,
         kind: str,
@@ -178,27 +234,37 @@ class TransferActor:
         after: tuple[Fence, ...],
         channel: Channel = "d2d",
         *,
-        pages: frozenset[int] = frozenset(),
-        states: frozenset[int] = frozenset(),
         by_layer: bool = False,
         priority: int = 0,
-    ) -> None:
-        assert self._tree is not None
-        batch = CopyBatch(
-            channel,
-            items,
-            after=after,
-            by_layer=by_layer,
-            priority=priority,
-            label=f"{kind} {op}",
+    ) -> CopyBatch:
+        label = f"{kind} {op}"
+        return CopyBatch(
+            channel, items, after=after, by_layer=by_layer, priority=priority, label=label
         )
+
+    def _submit(
+        self,
+        op: int,
+        kind: str,
+        batches: tuple[tuple[int, CopyBatch], ...],
+        *,
+        pages: frozenset[int] = frozenset(),
+        states: frozenset[int] = frozenset(),
+    ) -> None:
+        """Hand the batches of an operation to the engine, each with the layer it counts from."""
+        assert self._tree is not None
+        tickets: list[tuple[int, Ticket]] = []
         try:
-            ticket = self._engine.submit(batch)
+            for layer, batch in batches:
+                tickets.append((layer, self._engine.submit(batch)))
         except (EngineDead, RuntimeClosed) as error:
-            self._domain.send(self._tree, Copied(op, error))
-            return
-        self._tickets[op] = _Copy(ticket, pages, states, self._domain.context)
+            if not tickets:
+                self._domain.send(self._tree, Copied(op, error))
+                return
+            # The engine died in between: those before are failing, and tell.
+        copy = self._tickets[op] = _Copy(tuple(tickets), pages, states, self._domain.context)
         if self._emit is not None:
+            first = batches[0][1]
             self._emit(
                 CopySubmitted(
                     **self._domain.joins(),
@@ -206,36 +272,47 @@ class TransferActor:
                     kind=kind,
                     pages=sorted(pages),
                     states=sorted(states),
-                    queue=batch.channel,
-                    bytes=batch.nbytes,
-                    after=len(after),
+                    queue=first.channel,
+                    bytes=sum(batch.nbytes for _, batch in batches),
+                    after=len(first.after),
                 )
             )
-        ticket.add_done_callback(lambda ended: self._ended(op, ended))
+        left = len(tickets)
 
-    def _ended(self, op: int, ticket: Ticket) -> None:
+        def one_ended(ticket: Ticket) -> None:
+            nonlocal left
+            del ticket
+            left -= 1
+            if not left:
+                self._ended(op, copy)
+
+        for _, ticket in tickets:
+            ticket.add_done_callback(one_ended)
+
+    def _ended(self, op: int, copy: _Copy) -> None:
         """On the loop: the copy is over, whatever its outcome."""
-        context = self._tickets.pop(op).context
+        del self._tickets[op]
+        tickets = [ticket for _, ticket in copy.tickets]
+        error = next((ticket.error for ticket in tickets if ticket.error is not None), None)
         if self._emit is not None:
-            error = "" if ticket.error is None else repr(ticket.error)
+            begun = tickets[0].submitted_ns
             self._emit(
                 CopyEnded(
                     op=op,
-                    error=error,
-                    started_ns=_since(ticket, ticket.started_ns),
-                    ended_ns=_since(ticket, ticket.ended_ns),
-                    context=context,
+                    error="" if error is None else repr(error),
+                    started_ns=_since(begun, tickets[0].started_ns),
+                    ended_ns=_since(begun, tickets[-1].ended_ns),
+                    context=copy.context,
                 )
             )
         assert self._tree is not None
         if self._domain.stopped is None:
-            self._domain.send(self._tree, Copied(op, ticket.error), context)
+            self._domain.send(self._tree, Copied(op, error), copy.context)
 
 
-def _since(ticket: Ticket, instant_ns: int | None) -> int | None:
+def _since(begun_ns: int | None, instant_ns: int | None) -> int | None:
     """An instant of a copy's as nanoseconds after its submission."""
-    begun = ticket.submitted_ns
-    return None if begun is None or instant_ns is None else instant_ns - begun
+    return None if begun_ns is None or instant_ns is None else instant_ns - begun_ns
 
 
 def _device_places(

@@ -114,6 +114,12 @@ class RowPool:
         """The rows have sizes but no bytes (torch's `meta` device): for simulations."""
         return any(part.is_meta for parts in self._parts for part in parts)
 
+    def only(self, layer: int) -> RowPool:
+        """The same memory as a pool that keeps nothing but what is of one model layer."""
+        parts = [of if number == layer else () for number, of in enumerate(self._parts)]
+        codecs = [of if number == layer else () for number, of in enumerate(self.codecs)]
+        return RowPool(self.name, self.tier, self.count, parts, codecs=codecs)
+
     def parts(self, layer: int) -> tuple[Tensor, ...]:
         """The parts of a model layer as uint8 [count, bytes]; empty if it keeps nothing here."""
         return self._parts[layer]

@@ -173,15 +173,16 @@ class WorkerStream:
 
     def wait(self, fence: Fence) -> None:
         """Let what is enqueued from now on begin only after `fence`; never blocks the caller."""
-
-        def hold() -> None:
-            with self._changed:
-                self._changed.wait_for(lambda: fence.passed or self._closed)
-
         if not fence.passed:
             with self._changed:
-                self._enqueue(hold, lambda: None)
+                self._enqueue(lambda: self.hold(fence), lambda: None)
+
+    def hold(self, fence: Fence) -> None:
+        """For functions that run on this stream: go on only after `fence`, or once it is closed."""
+        if not fence.passed:
             fence.add_hook(self._notify)
+            with self._changed:
+                self._changed.wait_for(lambda: fence.passed or self._closed)
 
     def close(self) -> None:
         """Let what runs end, keep the rest from running, end the thread. Blocks; idempotent."""

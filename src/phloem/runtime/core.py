@@ -146,6 +146,10 @@ class Core:
         """Have the tree or the allocator answer, waiting for it if need be."""
         return await self.domain.call(self._actor_for(message), message, undo)
 
+    async def await_fences(self, fences: tuple[Fence, ...]) -> None:
+        """Wait until all have passed; a cancelled caller leaves nothing behind."""
+        await self.domain.call(self.transfer, m.AwaitFences(fences), _undo_nothing)
+
     def _actor_for(self, message: m.Message) -> TreeActor | AllocatorActor:
         return self.tree_actor if type(message) in self.tree_actor.handlers else self.allocator
 
@@ -329,3 +333,7 @@ def _granted(answer: object) -> Grant:
 def _left(wanted: int, asked: int, gone: int) -> int:
     """What is still to go; nothing when less went than was asked for: there is no more."""
     return 0 if gone < asked else max(0, wanted - gone)
+
+
+def _undo_nothing(answer: object) -> None:
+    del answer

@@ -62,6 +62,7 @@ class Publishing(Standing):
         """
         self._check_alive()
         self._check_launched("checkpoint")
+        self._check_arrived("checkpoint")
         if not self._publishes():
             return None
         position = self._publishable("all")
@@ -89,6 +90,7 @@ class Publishing(Standing):
         if publish not in _PUBLISH:
             raise InvalidRequest(f"publish is {publish!r}; there are {_PUBLISH}")
         self._check_launched("finish")
+        self._check_arrived("finish")
         position = self._publishable(publish)
         published = self.boundary
         try:

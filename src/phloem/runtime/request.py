@@ -13,12 +13,13 @@ from phloem.actors.tree.keys import Tokens
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.errors import InvalidRequest, StaleHandle
+from phloem.runtime.arriving import Arriving
 from phloem.runtime.checks import integer
 from phloem.runtime.forking import copy_private_data, lease_twin, tell_forked
 from phloem.runtime.holding import Holding
 from phloem.runtime.nowait import lease_and_match
 from phloem.runtime.opening import undo_lease
-from phloem.runtime.publishing import Publish, Publishing
+from phloem.runtime.publishing import Publish
 from phloem.runtime.standing import Resources, holding_under
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Publish", "Request", "Resources"]
 
 
-class Request(Publishing):
+class Request(Arriving):
     """One prompt being served. Made by `CacheRuntime.request`; belongs to one task at a time.
 
     `tokens[:computed]` has been computed or reused; `state_slot` is the request's own working
@@ -71,43 +72,6 @@ class Request(Publishing):
         pages = self._holding.missing(self.computed + tokens)
         return pages, int(self._core.has_states and self.state_slot is None)
 
-    async def ready(self) -> Match:
-        """Wait until the private copy of the boundary's state is complete (or cleared, at 0).
-
-        Before that, what is only on the host is loaded. If that fails, the request stands on less
-        than it was promised: the match that is returned says so, and `allocate` is called again for
-        the room that is missing now. For a model with states `allocate` comes first, since the copy
-        needs the working slot. A cancelled caller may abort right after: the slot stays parked
-        until the copy has ended.
-        """
-        self._check_alive()
-        if self._loads:
-            await self._await_load()
-        if self._core.has_states and self._state_at != self.computed:
-            if self.state_slot is None:
-                raise InvalidRequest(f"{self} has no state slot: allocate comes before ready")
-            if self.computed != self.boundary:
-                raise InvalidRequest(f"{self} has lost its working state and cannot go on")
-            await self._core.call(m.Prepare(self._lease, self.state_slot))
-            self._check_alive()
-            self._state_at, self._state_lag = self.boundary, 0
-        self.status = "running"
-        return self.match
-
-    async def _await_load(self) -> None:
-        """Wait for what is on its way from the host; less of it may arrive than was planned."""
-        await self._core.call(m.AwaitLoad(self._lease), _undo_nothing)
-        self._check_alive()
-        self._loads = False
-        self._holding.loaded(self._core.tree.pages_of(self._lease))
-        loaded = max(0, self.boundary - self.match.device)
-        self._tokens_loaded += loaded
-        self._core.tokens_loaded += loaded
-        if self.boundary < self.computed:
-            self._tokens_reused -= self.computed - self.boundary
-            self.computed = self.usable = self.boundary
-            self.match = standing_on(self._lease, self.match)
-
     async def advance(self) -> Match:
         """Take over what others have published meanwhile, KV and state of one boundary together.
 
@@ -117,7 +81,7 @@ class Request(Publishing):
         """
         self._check_alive()
         self._check_no_steps("advance")
-        if self._former_generation or self._loads:
+        if self._former_generation or self._loads or self._begun is not None:
             return self.match
         match = self._run_unless_reset(
             m.Advance(self._lease, self.computed, max(0, self.prompt_tokens - 1))
@@ -178,6 +142,7 @@ class Request(Publishing):
         self._check_alive()
         position = integer("position", position)
         self._check_no_steps("rollback")
+        self._check_arrived("rollback")
         if not self.boundary <= position <= self._key.length:
             raise InvalidRequest(
                 f"rollback to {position}: own tokens go from {self.boundary} to {self._key.length}"
@@ -216,6 +181,7 @@ class Request(Publishing):
     def step_opened(self, step: Step) -> None:
         """For `Step`: a pass over this request begins."""
         self._check_alive()
+        self._read_by((step.fence,))
         self._steps[step.number] = step
         step.fence.add_callback(lambda: self._step_over(step.number))
 
@@ -228,6 +194,8 @@ class Request(Publishing):
         The working state is then true at `state_at`.
         """
         self._check_alive()
+        if self._loads and self._begun is None:
+            raise InvalidRequest(f"{self} is not ready: it is being loaded")
         if self._core.has_states and self._state_at != self.computed:
             raise InvalidRequest(
                 f"{self} is not ready: its working state is not at {self.computed}"
@@ -251,7 +219,7 @@ class Request(Publishing):
         """For `Step`: the pass was given up; what it may have written counts for nothing."""
         if self._over or self._core.stopped:
             return
-        if was_launched:
+        if was_launched and start < self.computed:
             self._tokens_computed -= self.computed - start
             self.computed = start
         self._state_at = None  # an abandoned pass may have overwritten it, and a snapshot too
@@ -267,13 +235,14 @@ class Request(Publishing):
         """
         self._check_alive()
         self._check_launched("suspend")
-        if self._publishes():
+        if not self._loads and self._begun is None and self._publishes():
             self._publish_last(self._publishable("all"), give_state=True)
         pages, states = self._holding.own_pages, self._holding.own_states
         fences = self.fences() + self._core.touching(states, pages)
         self._holding.give_back(pages, states, fences)
         self._holding = Holding(self._core, array("i"))
-        self._state_at = None
+        self._state_at = self._begun = None
+        self._loads = False
         self.status = "suspended"
         if not keep_lease:
             self._lease_given_up = True

@@ -7,8 +7,7 @@ it have ended.
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
@@ -16,7 +15,8 @@ from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
-from phloem.cuda_streams.engine import Fence
+from phloem.cuda_streams.engine import Fence, Ticket
+from phloem.cuda_streams.landing import Landing
 from phloem.errors import InvalidRequest, StaleHandle
 from phloem.events import Refused, RequestEnded
 from phloem.runtime.holding import Holding
@@ -25,10 +25,23 @@ if TYPE_CHECKING:
     from phloem.runtime.core import Core
     from phloem.runtime.step import Step
 
-__all__ = ["Resources", "Standing", "holding_under"]
+__all__ = ["Begun", "Resources", "Standing", "holding_under"]
 
 Resources = dict[str, int]
 Status = Literal["open", "running", "suspended", "finished", "aborted"]
+
+
+class Begun(NamedTuple):
+    """Copies under way that passes may build on.
+
+    `copy` is the operation that copies the state, or 0; `promised` are the tokens that are reused
+    if all goes well.
+    """
+
+    landing: Landing
+    copy: int
+    copies: tuple[Ticket, ...]
+    promised: int
 
 
 class Standing:
@@ -51,10 +64,12 @@ class Standing:
         self._state_at: int | None = None
         self._state_lag = 0
         self._lease_given_up = False  # released, or to be when what reads under it has ended
-        self._tokens_computed = 0
-        self._tokens_reused = match.usable
-        self._tokens_loaded = 0
-        self._loads = bool(lease.load)  # what it stands on is on its way from the host
+        self._tokens_computed: int = 0
+        self._tokens_reused: int = match.usable
+        self._tokens_loaded: int = 0
+        self._loads = bool(lease.load)  # what it stands on is on its way from the host ...
+        self._begun: Begun | None = None  # ... and passes may build on it already
+        self.setbacks: int = 0  # how often what passes ran on did not arrive
         self._steps: dict[int, Step] = {}  # opened and not over
 
     @property
@@ -185,16 +200,16 @@ class Standing:
         if any(step.state == "opened" for step in self._steps.values()):
             raise InvalidRequest(f"{what} while a step of {self} is opened and not launched")
 
+    def _check_arrived(self, what: str) -> None:
+        """Raise `InvalidRequest` while the outcome of what the request builds on is not known."""
+        if self._loads or self._begun is not None:
+            raise InvalidRequest(f"{what} while data of {self} is on its way: ready() comes first")
+
     def _check_no_steps(self, what: str) -> None:
         if self.fences():
             raise InvalidRequest(f"{what} while a step of {self} is not over")
 
 
 def holding_under(core: Core, lease: TreeLease) -> Holding:
-    """What a request holds that has just been given `lease`: the tree's pages, if they are there.
-
-    As long as they are loaded the reserved page stands for each.
-    """
-    if not lease.load:
-        return Holding(core, core.tree.pages_of(lease))
-    return Holding(core, array("i", bytes(4 * (lease.boundary // core.config.page_size))))
+    """What a request holds that has just been given `lease`: the tree's pages."""
+    return Holding(core, core.tree.pages_of(lease))

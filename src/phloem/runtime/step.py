@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from phloem.cuda_streams.engine import Fence, StepTicket, Stream
-from phloem.errors import InvalidRequest
+from phloem.errors import InvalidRequest, TransferFailed
 from phloem.events import Context, StepChanged
 from phloem.runtime.checks import integer
 
@@ -36,6 +36,7 @@ class Step:
         self.requests = tuple(requests)
         self._ticket = StepTicket(stream, post=core.post, label=f"step {number}")
         self._starts = {request.id: request.computed for request in self.requests}
+        self._setbacks = {request.id: request.setbacks for request in self.requests}
         if core.emit is not None:
             context = core.domain.caller_context()
             self._tell("opened", context)
@@ -69,12 +70,19 @@ class Step:
         which the working state of a request is then true.
 
         Raises `InvalidRequest` for a request that is not of this step or an end that does not fit
-        its tokens and room, with nothing changed.
+        its tokens and room, with nothing changed; `TransferFailed` if what the pass runs on turned
+        out not to have arrived since the step was opened.
         """
         late = states_at or {}
         for request in (*ends, *late):
             if request not in self.requests or request not in ends:
                 raise InvalidRequest(f"{request} is not of step {self.number}")
+        for request in ends:
+            if request.setbacks != self._setbacks[request.id]:
+                raise TransferFailed(
+                    f"step {self.number} was opened on data of {request} that did not arrive",
+                    tokens_ok=request.computed,
+                )
         for request, end in ends.items():
             request.check_end(integer("end", end), integer("state_at", late.get(request, end)))
         self._ticket.launched(None if stream is None else self._core.streams.named(stream))

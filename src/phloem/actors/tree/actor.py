@@ -45,12 +45,12 @@ __all__ = ["Operation", "TreeActor"]
 class Operation:
     """A copy of a state through its life: who waits for it, and which lease it reads under."""
 
-    __slots__ = ("lease", "number", "reply")
+    __slots__ = ("lease", "number", "replies")
 
-    def __init__(self, number: int, lease: Lease | None, reply: Reply) -> None:
+    def __init__(self, number: int, lease: Lease | None) -> None:
         self.number = number
         self.lease = lease
-        self.reply = reply
+        self.replies: list[tuple[Reply, bool]] = []  # whether each hears of an error
 
 
 class TreeActor:
@@ -106,6 +106,8 @@ class TreeActor:
             m.Release: self._on_release,
             m.ReleaseState: self._on_release_state,
             m.Prepare: self._on_prepare,
+            m.AwaitCopy: self._on_await_copy,
+            m.ReadBy: self._on_read_by,
             m.CopyWorkingState: self._on_copy_working_state,
             m.CopyOwnPages: self._on_copy_own_pages,
             m.StandOn: self._on_stand_on,
@@ -377,44 +379,70 @@ class TreeActor:
     def _on_prepare(self, message: m.Prepare) -> object:
         lease = message.lease
         self._check_ours(lease)
-        assert self._transfer is not None
-        source = self.tree.state_of(lease)
+        source, behind = self.tree.state_of(lease), 0
+        if source == NO_SLOT and message.at_once:
+            source, behind = self.tree.state_arriving(lease)
         if source == NO_SLOT and lease.boundary:
             raise InvalidRequest(f"there is no state at the boundary of {lease} any more")
+        copy: CopyState | ClearState
         if source == NO_SLOT:
             if lease.has_state:
                 self._release_state(lease)  # nothing there to protect
             operation = self._new_operation("clear_state", lease.owner, None)
-            self._domain.send(self._transfer, ClearState(operation.number, message.target))
+            copy = ClearState(operation.number, message.target)
         else:
             if not lease.has_state:
                 self.tree.take_state(lease)
                 if self._tell is not None:
                     self._tell.taken(lease, moved=True)
             operation = self._new_operation("copy_state", lease.owner, lease)
-            self._domain.send(self._transfer, CopyState(operation.number, source, message.target))
+            copy = CopyState(operation.number, source, message.target)
+        self._start(copy, message.after, behind)
+        return operation.number if message.at_once else self._later(operation)
+
+    def _start(
+        self,
+        copy: CopyState | ClearState | CopyPages,
+        after: tuple[Fence, ...],
+        behind: int = 0,
+    ) -> None:
+        assert self._transfer is not None
+        plain = not after and not behind
+        self._domain.send(self._transfer, copy if plain else m.CopyAfter(copy, after, behind))
+
+    def _later(self, operation: Operation, *, hears_errors: bool = True) -> object:
+        operation.replies.append((self._domain.later(), hears_errors))
         return LATER
 
+    def _on_await_copy(self, message: m.AwaitCopy) -> object:
+        operation = self.operations.get(message.op)
+        return None if operation is None else self._later(operation, hears_errors=False)
+
+    def _on_read_by(self, message: m.ReadBy) -> None:
+        for number in self.tree.loads_of(message.lease):
+            account = self.tree.operations.live[number].account
+            if account in self._ledger.accounts:
+                held = self._ledger.accounts[account]
+                held.fences = (*(f for f in held.fences if not f.passed), *message.after)
+
     def _on_copy_working_state(self, message: m.CopyWorkingState) -> object:
-        assert self._transfer is not None
         operation = self._new_operation("copy_state", message.owner, None)
-        copy = CopyState(operation.number, message.source, message.target)
-        self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
-        return LATER
+        self._start(CopyState(operation.number, message.source, message.target), message.after)
+        return self._later(operation)
 
     def _on_copy_own_pages(self, message: m.CopyOwnPages) -> object:
         assert self._transfer is not None
         operation = self._new_operation("copy_pages", message.owner, None)
         copy = CopyPages(operation.number, message.sources, message.targets)
         self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
-        return LATER
+        return self._later(operation)
 
     def _new_operation(self, kind: str, owner: str, lease: Lease | None) -> Operation:
         number = self.tree.operations.new_number()
         if self._tell is not None:
             self._tell.planned(number, kind, owner, lease)
         self.counts["copies"] = self.counts.get("copies", 0) + 1
-        operation = Operation(number, lease, self._domain.later())
+        operation = Operation(number, lease)
         self.operations[operation.number] = operation
         return operation
 
@@ -430,12 +458,13 @@ class TreeActor:
         lease = operation.lease
         if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):
             self._release_state(lease)
-        if operation.reply.done or operation.reply.abandoned:
-            return
-        if message.error is None:
-            self._domain.complete(operation.reply, operation.number)
-        else:
-            self._domain.fail(operation.reply, message.error)
+        for reply, hears_errors in operation.replies:
+            if reply.done or reply.abandoned:
+                continue
+            if message.error is None or not hears_errors:
+                self._domain.complete(reply, operation.number)
+            else:
+                self._domain.fail(reply, message.error)
 
     def _reads_under(self, lease: Lease) -> bool:
         """A caller who left and came back may have a second copy of the same state in flight."""

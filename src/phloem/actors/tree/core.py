@@ -149,11 +149,20 @@ class TreeCore:
         return self._look(TokenKey.of(tokens), limit).match
 
     def pages_of(self, lease: Lease) -> Ids:
-        """The device page ids from the start to the lease's boundary, which is on the device."""
+        """The device page ids from the start to the lease's boundary.
+
+        What is on its way counts where it will be, and as the reserved page as long as that is not
+        known.
+        """
         runs: list[bytes] = []
         node: Node | None = lease.anchor
         while node is not None:
             runs.append(node.page_ids)
+            if not node.page_ids and node.host is not None:
+                loading = self.operations.live.get(node.host.kv_load)
+                if loading is not None and node.id in loading.pieces:
+                    ids = loading.ids_of(loading.pieces[node.id])
+                    runs[-1] = ids or bytes(len(node.edge) // self.radix.page_bytes * ID_BYTES)
             node = node.parent
         return array("i", b"".join(reversed(runs)))
 

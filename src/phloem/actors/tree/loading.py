@@ -107,6 +107,26 @@ class LoadingTree(SheddingTree):
             self._abandon(operation)
             operation = above
 
+    def loads_of(self, lease: Lease) -> list[int]:
+        """The loads that a lease waits for: the last one, and those that it requires."""
+        numbers: list[int] = []
+        operation = self.operations.live.get(lease.load)
+        while operation is not None:
+            numbers.append(operation.number)
+            operation = self.operations.live.get(operation.requires)
+        return numbers
+
+    def state_arriving(self, lease: Lease) -> tuple[int, int]:
+        """The device slot that the state at a lease's boundary is on its way to, and its load.
+
+        `NO_SLOT` and 0 when none is on its way, or it is not known yet where to.
+        """
+        part = lease.anchor.host
+        operation = None if part is None else self.operations.live.get(part.state_load)
+        if operation is None or operation.slot == NO_SLOT:
+            return NO_SLOT, 0
+        return operation.slot, operation.number
+
     # -- answers -------------------------------------------------------------------------------
 
     def reserved(self, number: int, account: int, pages: Ids, states: Ids) -> Actions:

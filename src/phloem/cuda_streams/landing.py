@@ -1,0 +1,44 @@
+"""What a forward pass builds on while it is still on its way, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phloem.cuda_streams.engine import Ticket
+from phloem.cuda_streams.fences import Fence
+from phloem.cuda_streams.threads import WorkerStream
+
+__all__ = ["Landing"]
+
+
+class Landing:
+    """Copies that a pass waits for, each layer of it only for its own part of them.
+
+    That a layer has landed says that nothing writes it any more. Whether its data is good is known
+    when all copies have ended.
+    """
+
+    def __init__(self, loads: Sequence[Ticket], copies: Sequence[tuple[int, Ticket]]) -> None:
+        """`loads` land layer by layer; each of `copies` is needed whole from a layer on."""
+        self._loads = tuple(loads)
+        self._copies = tuple(copies)
+
+    def fences(self, layer: int) -> tuple[Fence, ...]:
+        """What keeps model layers 0..`layer` from being read; for `Stream.wait`, once placed."""
+        named = [ticket.layer_fence(layer) for ticket in self._loads if not ticket.done]
+        named += [ticket.quiesced for at, ticket in self._copies if at <= layer]
+        return tuple(fence for fence in named if not fence.passed)
+
+    def placed(self) -> tuple[Fence, ...]:
+        """What keeps a device's stream from being told to wait."""
+        tickets = (*self._loads, *(ticket for _, ticket in self._copies))
+        return tuple(ticket.placed for ticket in tickets if not ticket.placed.passed)
+
+    def wait(self, layer: int, stream: WorkerStream) -> None:
+        """Within a function that runs on `stream`: go on only when layers 0..`layer` have landed.
+
+        The thread waits on a CPU; on a device it waits for the launches, and the device's stream
+        for the rest.
+        """
+        for fence in self.fences(layer):
+            stream.hold(fence)

@@ -1,0 +1,203 @@
+"""What a request builds on while it is still on its way: loads, and the copy of its state.
+
+`ready()` waits for all of it. Whoever does not want to wait has a pass wait instead, as a whole
+(`wait_on`) or each layer for its own part (`landing`, `ready(layer=)`). What runs before the
+outcome is known is *provisional*: nothing of it is published before `ready()` has succeeded.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phloem.actors import messages as m
+from phloem.actors.tree.tiering import standing_on
+from phloem.actors.tree.tree import Match
+from phloem.cuda_streams.engine import Fence, Stream, Ticket
+from phloem.cuda_streams.landing import Landing
+from phloem.errors import CacheReset, InvalidRequest, TransferFailed
+from phloem.runtime.checks import integer
+from phloem.runtime.publishing import Publishing
+from phloem.runtime.standing import Begun
+
+__all__ = ["Arriving"]
+
+
+class Arriving(Publishing):
+    """The part of a request that waits for its data; see `Request`."""
+
+    async def ready(self, *, layer: int | None = None) -> Match:
+        """Wait until the private copy of the boundary's state is complete (or cleared, at 0).
+
+        Before that, what is only on the host is loaded. If that fails, the request stands on less
+        than it was promised: the match that is returned says so, and `allocate` is called again for
+        the room that is missing now. For a model with states `allocate` comes first, since the copy
+        needs the working slot. A cancelled caller may abort right after: the slot stays parked
+        until the copy has ended.
+
+        With `layer` it waits only until model layers 0 to `layer` can be read. Passes may run on
+        them from then on, but they are provisional: call `ready()` after them and before
+        `checkpoint` or `finish`. It raises `TransferFailed` if what they ran on did not arrive: the
+        request stands at its `tokens_ok` then, and after `allocate` and `ready` it computes from
+        there, in passes that come after those that ran.
+        """
+        self._check_alive()
+        if layer is not None:
+            return await self._ready_up_to(integer("layer", layer))
+        if self._loads:
+            await self._core.call(m.AwaitLoad(self._lease), _undo_nothing)
+            self._check_alive()
+        if self._begun is not None and self._begun.copy:
+            await self._core.call(m.AwaitCopy(self._begun.copy), _undo_nothing)
+            self._check_alive()
+        self._arrived()
+        if self._core.has_states and self._state_at != self.computed:
+            slot = self._slot_for_state()
+            await self._core.call(m.Prepare(self._lease, slot, self._touching(slot)))
+            self._check_alive()
+            self._state_at, self._state_lag = self.boundary, 0
+        self.status = "running"
+        return self.match
+
+    async def wait_on(self, stream: Stream | torch.Stream, *, layer: int | None = None) -> None:
+        """Have `stream` wait, instead of the caller, until layers 0 to `layer` (all) can be read.
+
+        What is enqueued on it from now on begins only then, and is provisional (see `ready`). Waits
+        only for the copies to be launched. Raises like `ready`.
+        """
+        self._check_alive()
+        named = self._core.streams.named(stream)
+        landing = await self._landing()
+        last = len(self._core.config.layout.layers) - 1 if layer is None else layer
+        self._check_layer(last)
+        assert named is not None
+        for fence in landing.fences(last):
+            named.wait(fence)
+
+    async def landing(self) -> Landing:
+        """What a pass can wait for within one function on a worker stream, layer by layer.
+
+        Waits only for the copies to be launched. The pass is provisional (see `ready`).
+        """
+        self._check_alive()
+        return await self._landing()
+
+    async def _landing(self) -> Landing:
+        if self._loads and not self._lease.load:
+            await self.ready()  # it has ended: this is where its outcome is told
+        landing = self._begin()
+        if placed := landing.placed():
+            await self._core.await_fences(placed)
+            self._check_alive()
+        return landing
+
+    async def _ready_up_to(self, layer: int) -> Match:
+        self._check_layer(layer)
+        if self._loads and not self._lease.load:
+            return await self.ready()
+        if fences := self._begin().fences(layer):
+            await self._core.await_fences(fences)
+            self._check_alive()
+        lost = self._begun is not None and self.boundary < self._begun.promised
+        return await self.ready() if lost else self.match
+
+    def _check_layer(self, layer: int) -> None:
+        count = len(self._core.config.layout.layers)
+        if not 0 <= layer < count:
+            raise InvalidRequest(f"layer {layer} of a model of {count} layers")
+
+    def _begin(self) -> Landing:
+        """Start the private copy behind what is on its way; what is begun already stays."""
+        if self._begun is not None:
+            return self._begun.landing
+        core, lease = self._core, self._lease
+        if self._loads:
+            self._stand_back(self.boundary)  # what it waits for may be less than it was promised
+        copies: tuple[tuple[int, Ticket], ...] = ()
+        number: object = 0
+        if core.has_states and self._state_at != self.computed:
+            slot = self._slot_for_state()
+            number = core.run(m.Prepare(lease, slot, self._touching(slot), at_once=True))
+            assert isinstance(number, int)
+            copies = core.transfer.tickets_of(number)
+            self._state_at, self._state_lag = self.computed, 0
+        loads = [
+            ticket
+            for load in core.tree.loads_of(lease)
+            for _, ticket in core.transfer.tickets_of(load)
+        ]
+        landing = Landing(loads, copies)
+        if self._loads or number:
+            assert isinstance(number, int)
+            tickets = tuple(ticket for _, ticket in copies)
+            self._begun = Begun(landing, number, tickets, self.computed)
+            self._read_by(tuple(ticket.quiesced for ticket in tickets))
+            self._holding.loaded(core.tree.pages_of(lease))
+        return landing
+
+    def _slot_for_state(self) -> int:
+        slot = self.state_slot
+        if slot is None:
+            raise InvalidRequest(f"{self} has no state slot: allocate comes before ready")
+        if self.computed != self.boundary:
+            raise InvalidRequest(f"{self} has lost its working state and cannot go on")
+        return slot
+
+    def _touching(self, slot: int) -> tuple[Fence, ...]:
+        """What may still write the working slot: passes that count for nothing, and copies."""
+        return self.fences() + self._core.touching((slot,), ())
+
+    def _read_by(self, fences: tuple[Fence, ...]) -> None:
+        """What is on its way is not given to others before these, even if it does not arrive."""
+        if self._loads and fences:
+            self._core.run(m.ReadBy(self._lease, fences))
+
+    def _arrived(self) -> None:
+        """All copies have ended: stand on what is there. Raises `TransferFailed` for passes."""
+        begun, self._begun = self._begun, None
+        promised = self.computed if begun is None else begun.promised
+        ran = self.computed - promised
+        lost = self._loads and self.boundary < promised
+        if self._loads:
+            self._take_loaded()
+        bad_copy = begun is not None and begun.copy and not _all_good(begun.copies)
+        if not lost and not bad_copy:
+            return
+        self._tokens_computed -= ran
+        self.computed = promised
+        if lost:
+            self._stand_back(self.boundary)
+        self._state_at = None
+        self._holding.drop_snapshots(self.fences(), beyond=self.computed)
+        self.setbacks += 1
+        if ran:
+            raise TransferFailed(f"{self} ran on data that did not arrive", tokens_ok=self.computed)
+
+    def _take_loaded(self) -> None:
+        """The load has ended, perhaps with less than was promised."""
+        core, lease = self._core, self._lease
+        self._loads = False
+        pages = core.tree.pages_of(lease)
+        self._holding.loaded(pages)
+        whole = len(pages) * core.config.page_size == self.boundary
+        if self._former_generation and not (
+            whole and (core.tree.state_of(lease) or not self.boundary or not core.has_states)
+        ):
+            raise CacheReset(f"the cache was reset while data of {self} was on its way")
+        loaded = max(0, self.boundary - self.match.device)
+        self._tokens_loaded += loaded
+        core.tokens_loaded += loaded
+
+    def _stand_back(self, boundary: int) -> None:
+        """Less is reused than was promised."""
+        if boundary < self.computed:
+            self._tokens_reused -= self.computed - boundary
+            self.computed = self.usable = boundary
+            self.match = standing_on(self._lease, self.match)
+
+
+def _all_good(copies: tuple[Ticket, ...]) -> bool:
+    return bool(copies) and all(ticket.error is None for ticket in copies)
+
+
+def _undo_nothing(answer: object) -> None:
+    del answer
