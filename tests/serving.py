@@ -55,6 +55,13 @@ class Gate:
         self._shut = False
         self._passes = 0  # so many copies may pass though it is shut
         self._passed: set[int] = set()
+        self._loaded: int | None = None  # so many layers of each load may land
+
+    def loads_up_to(self, layers: int | None) -> None:
+        """Only so many leading layers of each load may land; None: all."""
+        with self._changed:
+            self._loaded = layers
+            self._changed.notify_all()
 
     def shut(self) -> None:
         self._shut = True
@@ -62,6 +69,7 @@ class Gate:
     def open(self) -> None:
         with self._changed:
             self._shut = False
+            self._loaded = None
             self._changed.notify_all()
 
     def let_one_pass(self) -> None:
@@ -71,8 +79,12 @@ class Gate:
 
     def __call__(self, ticket: Ticket, layer: int) -> None:
         """Called by the engine's worker before each layer."""
-        del layer
         with self._changed:
+            if ticket.batch.channel == "h2d":
+                went_on = self._changed.wait_for(
+                    lambda: self._loaded is None or layer < self._loaded, 30
+                )
+                assert went_on, "nobody let the load go on"
             if ticket.seq not in self._passed:
                 opened = self._changed.wait_for(lambda: self._passes or not self._shut, 30)
                 assert opened, "nobody opened the gate"

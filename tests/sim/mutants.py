@@ -150,22 +150,24 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a copy that failed counts as done",
         ACTOR,
-        "        if message.error is None:\n            self._domain.complete(",
-        "        if True:\n            self._domain.complete(",
+        "            if message.error is None or not hears_errors:\n",
+        "            if True:\n",
     ),
     Mutant(
         "a copy that failed is never acknowledged",
         TRANSFER,
         "        if self._domain.stopped is None:\n            self._domain.send(",
-        "        if self._domain.stopped is None and ticket.error is None:\n"
+        "        if self._domain.stopped is None and error is None:\n"
         "            self._domain.send(",
     ),
     Mutant(
         "the boundary's state is given up when its copy is asked for",
         ACTOR,
-        "            self._domain.send(self._transfer, CopyState(",
+        "            copy = CopyState(operation.number, source, message.target)\n"
+        "        self._start(",
+        "            copy = CopyState(operation.number, source, message.target)\n"
         "            self._release_state(lease)\n"
-        "            self._domain.send(self._transfer, CopyState(",
+        "        self._start(",
     ),
     # -- the tree and its actor
     Mutant(

@@ -96,6 +96,7 @@ class Arriving(Publishing):
             return await self.ready()
         if fences := self._begin().fences(layer):
             await self._core.await_fences(fences)
+            self._core.domain.drain()  # what passed them may have more to tell
             self._check_alive()
         lost = self._begun is not None and self.boundary < self._begun.promised
         return await self.ready() if lost else self.match
@@ -143,8 +144,14 @@ class Arriving(Publishing):
         return slot
 
     def _touching(self, slot: int) -> tuple[Fence, ...]:
-        """What may still write the working slot: passes that count for nothing, and copies."""
-        return self.fences() + self._core.touching((slot,), ())
+        """What may still write the working slot: passes that count for nothing, and copies.
+
+        A pass that is only opened may be waiting for what the caller does next; when it is given
+        up, the slot counts for nothing again.
+        """
+        steps = self._steps.values()
+        ran = tuple(s.fence for s in steps if s.state != "opened" and not s.fence.passed)
+        return ran + self._core.touching((slot,), ())
 
     def _read_by(self, fences: tuple[Fence, ...]) -> None:
         """What is on its way is not given to others before these, even if it does not arrive."""

@@ -26,6 +26,7 @@ from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import Stream
+from phloem.cuda_streams.landing import Landing
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
 from phloem.events import Sink
@@ -134,9 +135,17 @@ class SyncRequest:
         """Room for `tokens` more tokens and the working state."""
         self._drive(self.inner.allocate(tokens, wait=wait))
 
-    def ready(self) -> Match:
-        """Wait until the private copy of the state is complete."""
-        return self._drive(self.inner.ready())
+    def ready(self, *, layer: int | None = None) -> Match:
+        """Wait until the private copy of the state is complete, or so many layers of it."""
+        return self._drive(self.inner.ready(layer=layer))
+
+    def wait_on(self, stream: Stream | torch.Stream, *, layer: int | None = None) -> None:
+        """Have a stream wait instead; what runs on it is provisional."""
+        self._drive(self.inner.wait_on(stream, layer=layer))
+
+    def landing(self) -> Landing:
+        """What a pass can wait for layer by layer; what runs is provisional."""
+        return self._drive(self.inner.landing())
 
     def advance(self) -> Match:
         """Take over what others have published meanwhile."""
