@@ -7,6 +7,7 @@ from array import array
 import msgspec
 
 from phloem.actors.actions import ClearState, CopyPages, CopyState, Ids
+from phloem.actors.domain import Reply
 from phloem.actors.tree.keys import TokenKey
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.policies import Policy
@@ -23,6 +24,7 @@ __all__ = [
     "CloseSession",
     "Copied",
     "CopyAfter",
+    "CopyOperation",
     "CopyOwnPages",
     "CopyWorkingState",
     "Dump",
@@ -156,11 +158,27 @@ class ReleaseState(Message, frozen=True, gc=False, eq=False):
     lease: Lease
 
 
+class CopyOperation:
+    """A copy of a state through its life: who waits for it, and which lease it reads under.
+
+    The tree actor's; others only look whether it has `ended`, and with which `error`.
+    """
+
+    __slots__ = ("ended", "error", "lease", "number", "replies")
+
+    def __init__(self, number: int, lease: Lease | None) -> None:
+        self.number = number
+        self.lease = lease
+        self.ended = False
+        self.error: BaseException | None = None
+        self.replies: list[tuple[Reply, bool]] = []  # whether each hears of an error
+
+
 class Prepare(Message, frozen=True, gc=False, eq=False):
     """Make `target` the private copy of the lease's state, or clear it; answered when it is so.
 
-    `after`: steps and copies that may still touch it. `at_once`: answered with the number of the
-    operation as soon as it is under way, also behind the load of the state; see `AwaitCopy`.
+    `after`: steps and copies that may still touch it. `at_once`: answered with the operation as
+    soon as it is under way, also behind the load of the state; see `AwaitCopy`.
     """
 
     lease: Lease
@@ -170,9 +188,9 @@ class Prepare(Message, frozen=True, gc=False, eq=False):
 
 
 class AwaitCopy(Message, frozen=True, gc=False, eq=False):
-    """Answered when the copy of that number, of a state, has ended, whatever its outcome."""
+    """Answered when the copy of a state has ended, whatever its outcome."""
 
-    op: int
+    operation: CopyOperation
 
 
 class ReadBy(Message, frozen=True, gc=False, eq=False):

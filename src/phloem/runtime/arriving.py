@@ -46,7 +46,7 @@ class Arriving(Publishing):
         if self._loads:
             await self._core.call(m.AwaitLoad(self._lease), _undo_nothing)
             self._check_alive()
-        if self._begun is not None and self._begun.copy:
+        if self._begun is not None and self._begun.copy is not None:
             await self._core.call(m.AwaitCopy(self._begun.copy), _undo_nothing)
             self._check_alive()
         self._arrived()
@@ -114,12 +114,13 @@ class Arriving(Publishing):
         if self._loads:
             self._stand_back(self.boundary)  # what it waits for may be less than it was promised
         copies: tuple[tuple[int, Ticket], ...] = ()
-        number: object = 0
+        copy: m.CopyOperation | None = None
         if core.has_states and self._state_at != self.computed:
             slot = self._slot_for_state()
-            number = core.run(m.Prepare(lease, slot, self._touching(slot), at_once=True))
-            assert isinstance(number, int)
-            copies = core.transfer.tickets_of(number)
+            started = core.run(m.Prepare(lease, slot, self._touching(slot), at_once=True))
+            assert isinstance(started, m.CopyOperation)
+            copy = started
+            copies = core.transfer.tickets_of(copy.number)
             self._state_at, self._state_lag = self.computed, 0
         loads = [
             ticket
@@ -127,11 +128,9 @@ class Arriving(Publishing):
             for _, ticket in core.transfer.tickets_of(load)
         ]
         landing = Landing(loads, copies)
-        if self._loads or number:
-            assert isinstance(number, int)
-            tickets = tuple(ticket for _, ticket in copies)
-            self._begun = Begun(landing, number, tickets, self.computed)
-            self._read_by(tuple(ticket.quiesced for ticket in tickets))
+        if self._loads or copy is not None:
+            self._begun = Begun(landing, copy, self.computed)
+            self._read_by(tuple(ticket.quiesced for _, ticket in copies))
             self._holding.loaded(core.tree.pages_of(lease))
         return landing
 
@@ -166,8 +165,8 @@ class Arriving(Publishing):
         lost = self._loads and self.boundary < promised
         if self._loads:
             self._take_loaded()
-        bad_copy = begun is not None and begun.copy and not _all_good(begun.copies)
-        if not lost and not bad_copy:
+        copy = None if begun is None else begun.copy
+        if not lost and (copy is None or copy.error is None):
             return
         self._tokens_computed -= ran
         self.computed = promised
@@ -200,10 +199,6 @@ class Arriving(Publishing):
             self._tokens_reused -= self.computed - boundary
             self.computed = self.usable = boundary
             self.match = standing_on(self._lease, self.match)
-
-
-def _all_good(copies: tuple[Ticket, ...]) -> bool:
-    return bool(copies) and all(ticket.error is None for ticket in copies)
 
 
 def _undo_nothing(answer: object) -> None:

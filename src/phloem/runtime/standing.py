@@ -15,7 +15,7 @@ from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
-from phloem.cuda_streams.engine import Fence, Ticket
+from phloem.cuda_streams.engine import Fence
 from phloem.cuda_streams.landing import Landing
 from phloem.errors import InvalidRequest, StaleHandle
 from phloem.events import Refused, RequestEnded
@@ -34,13 +34,12 @@ Status = Literal["open", "running", "suspended", "finished", "aborted"]
 class Begun(NamedTuple):
     """Copies under way that passes may build on.
 
-    `copy` is the operation that copies the state, or 0; `promised` are the tokens that are reused
-    if all goes well.
+    `copy` is that of the state, if there is one; `promised` are the tokens that are reused if all
+    goes well.
     """
 
     landing: Landing
-    copy: int
-    copies: tuple[Ticket, ...]
+    copy: m.CopyOperation | None
     promised: int
 
 

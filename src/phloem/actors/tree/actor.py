@@ -39,18 +39,7 @@ from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, StaleHandle
 from phloem.events import Sink
 
-__all__ = ["Operation", "TreeActor"]
-
-
-class Operation:
-    """A copy of a state through its life: who waits for it, and which lease it reads under."""
-
-    __slots__ = ("lease", "number", "replies")
-
-    def __init__(self, number: int, lease: Lease | None) -> None:
-        self.number = number
-        self.lease = lease
-        self.replies: list[tuple[Reply, bool]] = []  # whether each hears of an error
+__all__ = ["TreeActor"]
 
 
 class TreeActor:
@@ -69,7 +58,7 @@ class TreeActor:
     ) -> None:
         self.tree = tree
         self._clock = clock  # milliseconds; priorities and sessions end by it
-        self.operations: dict[int, Operation] = {}
+        self.operations: dict[int, m.CopyOperation] = {}
         self._domain = domain
         self._ledger = ledger
         self._tell: Teller | None = None
@@ -398,7 +387,7 @@ class TreeActor:
             operation = self._new_operation("copy_state", lease.owner, lease)
             copy = CopyState(operation.number, source, message.target)
         self._start(copy, message.after, behind)
-        return operation.number if message.at_once else self._later(operation)
+        return operation if message.at_once else self._later(operation)
 
     def _start(
         self,
@@ -410,13 +399,13 @@ class TreeActor:
         plain = not after and not behind
         self._domain.send(self._transfer, copy if plain else m.CopyAfter(copy, after, behind))
 
-    def _later(self, operation: Operation, *, hears_errors: bool = True) -> object:
+    def _later(self, operation: m.CopyOperation, *, hears_errors: bool = True) -> object:
         operation.replies.append((self._domain.later(), hears_errors))
         return LATER
 
     def _on_await_copy(self, message: m.AwaitCopy) -> object:
-        operation = self.operations.get(message.op)
-        return None if operation is None else self._later(operation, hears_errors=False)
+        operation = message.operation
+        return None if operation.ended else self._later(operation, hears_errors=False)
 
     def _on_read_by(self, message: m.ReadBy) -> None:
         for number in self.tree.loads_of(message.lease):
@@ -437,12 +426,12 @@ class TreeActor:
         self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
         return self._later(operation)
 
-    def _new_operation(self, kind: str, owner: str, lease: Lease | None) -> Operation:
+    def _new_operation(self, kind: str, owner: str, lease: Lease | None) -> m.CopyOperation:
         number = self.tree.operations.new_number()
         if self._tell is not None:
             self._tell.planned(number, kind, owner, lease)
         self.counts["copies"] = self.counts.get("copies", 0) + 1
-        operation = Operation(number, lease)
+        operation = m.CopyOperation(number, lease)
         self.operations[operation.number] = operation
         return operation
 
@@ -455,6 +444,7 @@ class TreeActor:
             if self.tree.sweeping:
                 self._domain.send(self, m.Sweep())
             return
+        operation.ended, operation.error = True, message.error
         lease = operation.lease
         if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):
             self._release_state(lease)
