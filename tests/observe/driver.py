@@ -102,6 +102,9 @@ class Driver:
             elif what < 0.99:
                 await self.fork(self.rng.choice(self.live))
             else:
+                for request in [one for one in self.live if one.status == "open"]:
+                    self.live.remove(request)  # what it waits to be loaded goes
+                    request.abort()
                 await self.cache.reset()
         except NoRoom:
             if self.live:

@@ -15,6 +15,7 @@ from phloem.runtime.observe.explain import explain_request, readable
 from phloem.runtime.observe.history import entries_until, replay
 from phloem.runtime.observe.report import report as report_page
 from phloem.runtime.observe.state import CacheState
+from phloem.runtime.observe.summary import summary
 from phloem.runtime.observe.timeline import timeline
 from phloem.runtime.tracing import read_log
 
@@ -80,7 +81,11 @@ def report(arguments: Sequence[str]) -> int:
         help="default: %(default)s",
     )  # fmt: skip
     parser.add_argument("--run", type=int, metavar="N", help="of several in the log; default: all")
+    parser.add_argument("--text", action="store_true", help="print the main figures, no page")
     options = parser.parse_args(arguments)
+    if options.text:
+        print(summary(options.log, options.run))
+        return _OK
     _write(options.output, report_page(options.log, options.run).encode())
     return _OK
 

@@ -1,6 +1,6 @@
 """A running cache for `phloem top`: a sink that answers on a local socket.
 
-    with serve_top("/run/phloem.sock") as live:
+    with serve_top("cache.sock") as live:
         async with CacheRuntime(config, events=several(log, live)) as cache: ...
 
 The sink only puts the event and its time into a bounded queue; a thread of its own keeps the

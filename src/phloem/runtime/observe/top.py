@@ -111,7 +111,7 @@ def _pools(now: Snapshot) -> RenderableType:
         held, used = pool.held, pool.size - pool.held["free"]
         table.add_row(
             name.replace("_", " "),
-            ProgressBar(total=max(pool.size, 1), completed=used, width=30),
+            ProgressBar(total=max(pool.size, 1), completed=used, width=18),
             f"{used} of {pool.size}",
             f"tree {held['tree']}, granted {held['granted']}, parked {held['parked']}",
         )
