@@ -64,7 +64,7 @@ def test_with_a_host_tier_the_rebuilt_state_is_the_live_one(
     seen: Counter[str] = Counter()
     failures = random.Random(5)
     wanted = MOVES | {"copy on host" if policy != "write_back" else "leaving on device"}
-    wanted |= {"CopyDropped"} if policy != "selective" else set[str]()
+    wanted |= {"CopyDropped"} if policy == "write_through" else set[str]()
 
     def sink(event: events.Event) -> None:
         history.add(0.0, event)
