@@ -322,6 +322,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if False:  # what",
     ),
     Mutant(
+        "who waits for what is kept now is not told",
+        TIERING,
+        "            host.stayed = False\n            self._let_waiters_retry()",
+        "            host.stayed = False",
+    ),
+    Mutant(
         "a request believes a load that failed",
         REQUEST,
         "        if self.boundary < self.computed:\n",

@@ -225,3 +225,24 @@ def test_room_that_a_load_gives_up_goes_to_who_waits() -> None:
             cache.release(held)
 
     explore(scenario, range(4), faults=lambda _: Faults(copy_hang=1.0))
+
+
+def test_room_that_was_promised_and_is_kept_by_a_lease_is_looked_for_elsewhere() -> None:
+    """What was leaving to make room was leased and stayed; the one who waited was not told."""
+
+    async def scenario(sim: Simulation) -> None:
+        async with sim.runtime(
+            _with_host(layout=sim_layout(states=False), device_pages=8)
+        ) as cache:
+            for first in (0, 100):
+                grant = await cache.allocate(pages=4, owner="cached")
+                await cache.insert(range(first, first + 16), pages=grant.pages)
+            waits = asyncio.create_task(cache.allocate(pages=4, owner="waits"))
+            await asyncio.sleep(0.0001)  # for the first four pages, which are being copied
+            async with await cache.acquire(list(range(16)), whole=True) as lease:
+                assert lease.boundary == 16
+                await asyncio.sleep(0.0001)
+                assert cache.stats().tree.pages_leaving == 4, "the other four go"
+                cache.release(await waits)
+
+    explore(scenario, range(4), faults=lambda _: Faults(copy_hang=1.0))

@@ -384,6 +384,8 @@ class TreeActor:
                 self.tree.take_state(lease)
                 if self._tell is not None:
                     self._tell.taken(lease, moved=True)
+                if self.tiers is not None:
+                    self.tiers.look_again()
             operation = self._new_operation("copy_state", lease.owner, lease)
             copy = CopyState(operation.number, source, message.target)
         self._start(copy, message.after, behind)

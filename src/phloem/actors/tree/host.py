@@ -98,6 +98,7 @@ class HostTier:
         self.states_pinned = 0
         self.pages_leaving = 0
         self.states_leaving = 0
+        self.stayed = False  # something that was to leave: who waits for its room has to look again
         self.kv_index.clear()
         self.state_index.clear()
 
@@ -202,6 +203,7 @@ class HostTier:
         at: Node | None = node
         while at is not None and at.host is not None and at.host.leaving:
             check_change(at, "kv", "device", "present")
+            self.stayed = True
             if at.host.state_leaving:
                 self.stay_state(at)
             self.left(at)
@@ -236,6 +238,7 @@ class HostTier:
         check_change(node, "state", "device", "present")
         part_of(node).state_leaving = False
         self.states_leaving -= 1
+        self.stayed = True
         _tidy(node)
         self._device_states.push(node)
 

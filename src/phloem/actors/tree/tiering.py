@@ -76,6 +76,7 @@ class Tiering:
         if not wait:
             actions = [_at_once(action) for action in actions]
         self._dispatch(actions)
+        self.look_again()
         operation = self._tree.operations.live.get(number)
         if operation is None or operation.phase != "planned":
             return lease, match
@@ -86,6 +87,13 @@ class Tiering:
         reply.on_abandoned = lambda: self._domain.send(tree_actor, m.Release(lease))
         self._answers.setdefault(number, []).append((lease, match, reply))
         return LATER
+
+    def look_again(self) -> None:
+        """Who waits for room that was promised hears when a lease just taken keeps it."""
+        host = self._tree.host
+        if host is not None and host.stayed:
+            host.stayed = False
+            self._let_waiters_retry()
 
     def _answer_all(self, number: int) -> None:
         for lease, match, reply in self._answers.pop(number, ()):

@@ -99,7 +99,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
     order, kind = rng.choice(tuple(ORDERS)), rng.choice(tuple(WORKLOADS))
     policy: Policy = rng.choices(POLICIES, (1, 3, 4, 2))[0]
     scale = Scale(
-        requests=rng.randrange(4, 16),
+        requests=rng.randrange(3, 14),
         piece=rng.choice((3, 6, 10)),
         gap_s=rng.choice((0.002, 0.02, 0.2)),
     )
@@ -113,14 +113,14 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
         ahead=rng.choice((1, 1, 2, 3)),
         stride=rng.choice((1, 1, 4)),
         room_timeout_s=rng.choice((None, 0.05, 1.0)),
-        tries=8,
+        tries=5,
         samples=rng.choice((1, 1, 1, 2)),
         join_s=rng.choice((None, None, 0.02, 0.5)),
         snapshots=rng.random() < 0.25,
     )
     geometry = _Geometry(rng)
     faults = swarm(rng)
-    audit_every = rng.choice((1, 4, 16, 16))
+    audit_every = rng.choice((1, 4, 4, 8, 8, 16, 16, 32))
     borrowers = rng.choice((0, 0, 1, 2))
     if fixed.faults is not None:
         faults = faults.only(fixed.faults)

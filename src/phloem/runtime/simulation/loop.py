@@ -92,6 +92,7 @@ class SimTask(asyncio.Task[T]):
         self.born = born
         self.priority = 0.0
         super().__init__(coro, loop=loop, name=name or f"task-{born}", context=context)
+        self.label = f"task {self.get_name()}"
 
 
 def _task_of(handle: asyncio.Handle) -> SimTask[object] | None:
@@ -210,14 +211,16 @@ class SimLoop(asyncio.BaseEventLoop):
             return
         self.steps += 1
         self._now_ns += self._tick_ns
+        task = _task_of(handle)
         if not self._ending:
-            self.history.append((self._now_ns, _name_of(handle)))
+            what = _name_of(handle) if task is None else task.label
+            self.history.append((self._now_ns, what))
         ready = cast("_Loop", self)._ready
         before = len(ready)
         cast("_Handle", handle)._run()
         if len(ready) > before + 1 and self._keeps_order():
             arrived = [ready.pop() for _ in range(len(ready) - before)]
-            ready.extend(_tasks_by_birth(arrived[::-1], _task_of(handle)))
+            ready.extend(_tasks_by_birth(arrived[::-1], task))
 
     def _keeps_order(self) -> bool:
         return self.policy == "fifo" or (self._scramble is not None and self.steps > self._scramble)
@@ -380,9 +383,7 @@ def _tasks_by_birth(
 
 
 def _name_of(handle: asyncio.Handle) -> str:
-    task = _task_of(handle)
-    if task is not None:
-        return f"task {task.get_name()}"
+    """What a handle that is no task's runs."""
     callback = cast("_Handle", handle)._callback
     name = str(getattr(callback, "__qualname__", type(callback).__name__))
     return f"loop {name.rpartition('<locals>.')[2]}"

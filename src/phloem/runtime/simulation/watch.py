@@ -52,7 +52,7 @@ __all__ = ["EventLog", "Watch"]
 
 Handler = Callable[..., object]
 
-_NODES = 24  # a tree of so many nodes is audited half as often as a small one, and so on
+_NODES = 10  # a tree of so many nodes is audited half as often as a small one, and so on
 _TURNS_MAX = 100_000  # in one step of the loop
 _AUDITS = 16  # every so many audits the history is compared, too
 
