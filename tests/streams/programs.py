@@ -29,7 +29,10 @@ from phloem.cuda_streams.virtual import VirtualEngine, VirtualStream
 from streams.bench import RANKS, Bench, apply
 from streams.ranked import FAST, Fleet, jitter, over_ranks, virtual_engines
 
-OPS = ("step", "backup", "load", "state down", "state up", "cow", "clear", "cancel", "pause")
+OPS = (
+    "step", "backup", "load", "state down", "state up", "cow", "clear", "free", "allocate",
+    "cancel", "pause",
+)  # fmt: skip
 Op = tuple[str, int, int]
 
 
@@ -48,6 +51,8 @@ class Program:
     fenced: bool
     write_on_stream: Callable[[list[Fence], Callable[[int], None]], Fence]  # for each rank
     rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+    # Device pages that nobody owns, oldest first, each with those who may still touch it.
+    free: dict[int, list[Fence | Ticket]] = field(default_factory=dict)
     log: list[tuple[Ticket | None, CopyItem, int]] = field(default_factory=list)
 
     def row(self, pool: RowPool, number: int) -> Row:
@@ -77,9 +82,13 @@ class Program:
 
     def step(self, number: int, seed: int) -> None:
         """A forward pass writes a page; a step writes whatever became of the page before."""
+        row = self.row(self.bench.device.kv_rows, number)
+        self.write(number, seed, [*row.readers, row.writer])
+
+    def write(self, number: int, seed: int, uses: list[Fence | Ticket]) -> None:
         pool = self.bench.device.kv_rows
-        row = self.row(pool, number)
-        uses = [*row.readers, row.writer] if self.fenced else []
+        if not self.fenced:
+            uses = []
         fences = [use.quiesced if isinstance(use, Ticket) else use for use in uses]
 
         def write(rank: int) -> None:
@@ -89,13 +98,31 @@ class Program:
         self.rows[pool.name, number] = Row(writer=ended)
         self.log.append((None, Clear(pool, [number]), seed))
 
+    def give_back(self, number: int) -> None:
+        """Its owner leaves, whatever still runs: only these fences say when it may be written."""
+        row = self.row(self.bench.device.kv_rows, number)
+        self.free[number] = [*row.readers, row.writer]
+        del self.rows[self.bench.device.kv_rows.name, number]
+
+    def allocate(self, seed: int) -> None:
+        """Somebody takes the page that has been free for longest, and writes it at once."""
+        number = next(iter(self.free))
+        self.write(number, seed, self.free.pop(number))
+
     def do(self, op: Op) -> None:
         kind, a, b = op
         device, host = self.bench.device, self.bench.host
         page, other = 1 + a % (device.pages - 1), b % host.kv_rows.count
         slot, slot2 = 1 + a % (device.slots - 1), b % host.state_rows.count
         by_layer = (a + b) % 2 == 0
-        if kind == "step":
+        if kind == "allocate":
+            if self.free:
+                self.allocate(a * 1000 + b)
+        elif kind in ("step", "backup", "load", "free") and page in self.free:
+            pass  # nobody owns it, so nobody uses it
+        elif kind == "free":
+            self.give_back(page)
+        elif kind == "step":
             self.step(page, a * 1000 + b)
         elif kind == "backup":
             self.copy("d2h", Copy(device.kv_rows, host.kv_rows, [page], [other]), by_layer=by_layer)

@@ -153,15 +153,21 @@ class TestOverlap:
         compute = [rng.randrange(1, 20_000) for _ in range(layers)]
         ticket = engine.submit(batch)
         stream, step = VirtualStream("forward", clock), StepTicket()
+        landings, layer_ends = list[int](), list[int]()
         for layer, cost in enumerate(compute):
-            stream.wait(ticket.layer_fence(layer))
-            stream.run(cost)
+            fence = ticket.layer_fence(layer)
+            fence.add_hook(lambda: landings.append(clock.now_ns()))
+            stream.wait(fence)
+            stream.run(cost, lambda: layer_ends.append(clock.now_ns()))
         step.launched(stream)
         step.end()
         ends: list[int] = []
         step.fence.add_hook(lambda: ends.append(clock.now_ns()))
         clock.run()
         landed = landings_ns(batch, link)
+        assert landings == landed
+        upto = range(1, layers + 1)
+        assert layer_ends == [overlapped_end_ns(landed[:n], compute[:n]) for n in upto]
         assert ends == [overlapped_end_ns(landed, compute)]
         assert max(landed[-1], sum(compute)) <= ends[0] <= landed[-1] + sum(compute)
 
