@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import cast
 
+import msgspec
 import pytest
 import torch
 from streams.fake_device import FakeDriver, FakeStream
@@ -15,6 +16,7 @@ from streams.fake_device import FakeDriver, FakeStream
 from phloem import CacheConfig, CacheRuntime, DevicePools, InvalidRequest, ModelLayout, StateSpec
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.device_streams import DeviceStream, DeviceWorker
+from phloem.cuda_streams.host import PinnedMemory
 from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
 from phloem.runtime.devices import driver_for, engine_for
 from phloem.runtime.request import Request
@@ -204,3 +206,46 @@ def test_a_stream_that_is_watched_is_the_runtimes() -> None:
             await step.over()
 
     asyncio.run(check())
+
+
+async def test_pinned_memory_is_given_back_when_the_engine_has_ended() -> None:
+    """Not before: a copy that runs would write into memory that the device must not reach."""
+    order: list[str] = []
+
+    class Notes(FakeDriver):
+        def close_stream(self, stream: object) -> None:
+            order.append("stream")
+            super().close_stream(stream)
+
+        def pinned_memory(self) -> PinnedMemory:
+            def unpin(address: int) -> None:
+                order.append("unpin")
+                del self.pinned[address]
+
+            return PinnedMemory(self.pinned.__setitem__, unpin)
+
+    driver = Notes()
+    config = msgspec.structs.replace(CONFIG, host_bytes="1MiB")
+    async with CacheRuntime(config, driver=driver) as cache:
+        stream, handle = native(driver)
+        async with opened(cache) as request:
+            with cache.step([request], stream=handle) as step:
+                step.launched({request: len(PROMPT)})
+            await step.over()
+            await request.finish()
+        assert len(driver.pinned) == 2 and sum(driver.pinned.values()) == cache.stats().host_bytes
+        del stream
+    assert not driver.pinned
+    assert order == ["stream"] * 3 + ["unpin"] * 2
+    assert cache.host_pools is not None, "its bytes can still be looked at"
+
+
+async def test_memory_of_the_callers_stays_pinned() -> None:
+    driver = FakeDriver()
+    memory = driver.pinned_memory()
+    config = msgspec.structs.replace(CONFIG, host_bytes="1MiB")
+    async with CacheRuntime(config, driver=driver, host_memory=memory):
+        assert len(driver.pinned) == 2
+    assert len(driver.pinned) == 2
+    memory.close()
+    assert not driver.pinned

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
-
-import msgspec
 
 from phloem.cuda_streams.batches import Channel
 from phloem.cuda_streams.clocks import Clock
@@ -23,8 +22,6 @@ from phloem.cuda_streams.virtual import Link, VirtualEngine, VirtualStream
 
 T = TypeVar("T")
 
-ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 FAST: dict[Channel, Link] = {
     "d2h": Link(10**12, 1000, 100, 10, 50),
@@ -47,17 +44,16 @@ class LateWire(Generic[T]):
         self,
         clock: Clock,
         to: Callable[[T], None],
-        codec: msgspec.msgpack.Decoder[T],
         delay_ns: Callable[[], int],
     ) -> None:
         self.sent: list[bytes] = []
         self.held = False
-        self._clock, self._to, self._codec, self._delay_ns = clock, to, codec, delay_ns
+        self._clock, self._to, self._delay_ns = clock, to, delay_ns
         self._arrives_ns = 0
         self._kept: list[bytes] = []
 
     def __call__(self, value: T) -> None:
-        data = msgspec.msgpack.encode(value)
+        data = pickle.dumps(value)
         self.sent.append(data)
         if self.held:
             self._kept.append(data)
@@ -72,7 +68,7 @@ class LateWire(Generic[T]):
 
     def _go(self, data: bytes) -> None:
         self._arrives_ns = max(self._arrives_ns, self._clock.now_ns() + self._delay_ns())
-        self._clock.call_at(self._arrives_ns, lambda: self._to(self._codec.decode(data)))
+        self._clock.call_at(self._arrives_ns, lambda: self._to(pickle.loads(data)))
 
 
 @dataclass
@@ -103,12 +99,12 @@ def over_ranks(
     head = RankedEngine(
         post, [partial(send, number) for number in range(len(shards))], now_ns=clock.now_ns
     )
-    answers = [LateWire(clock, head.acknowledge, ANSWERS, delay_ns) for _ in shards]
+    answers = [LateWire(clock, head.acknowledge, delay_ns) for _ in shards]
     ranks = [
         Rank(number, engine, pools, answers[number])
         for number, (pools, engine) in enumerate(zip(shards, engines, strict=True))
     ]
-    orders += [LateWire(clock, rank.receive, ORDERS, delay_ns) for rank in ranks]
+    orders += [LateWire(clock, rank.receive, delay_ns) for rank in ranks]
     return Ranks(head, ranks, list(engines), orders, answers)
 
 

@@ -72,23 +72,24 @@ def run_steps(
     """Run each step in a loop of its own, in order, as long as it can be expected to fit.
 
     A step that raises has failed, whatever it is for; one that takes four times as long as it
-    should (and half a minute) is given up and has failed too.
+    should (and half a minute), or outlives the budget, is given up and has failed too.
     """
     begun, rows = clock(), list[Row]()
     for step in steps:
         started = clock()
-        if started - begun + step.seconds > budget_s:
+        left = budget_s - (started - begun)
+        if step.seconds > left:
             row = Row(step.name, "skipped", 0.0, {}, ("the time is spent",))
         else:
-            row = replace(_run(step, bed), seconds=clock() - started)
+            row = replace(_run(step, bed, left), seconds=clock() - started)
         rows.append(row)
         tell(row)
     return rows
 
 
-def _run(step: Step[Bed], bed: Bed) -> Row:
+def _run(step: Step[Bed], bed: Bed, left: float) -> Row:
     async def within() -> Outcome:
-        async with asyncio.timeout(max(30.0, 4 * step.seconds)):
+        async with asyncio.timeout(min(left, max(30.0, 4 * step.seconds))):
             return await step.run(bed)
 
     try:

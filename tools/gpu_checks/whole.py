@@ -19,20 +19,22 @@ from phloem.cuda_streams.pools import DevicePools
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from phloem.runtime.cache import Stats
     from phloem.runtime.integrations.server import Completion, HybridServer
+    from phloem.runtime.integrations.transformers import TransformersModel
 
 __all__ = ["NEEDS", "whole"]
 
 NEEDS = ("anyio", "msgspec", "structlog", "transformers", "safetensors")
 """What the runtime and its example model import beyond torch."""
 
-_PAGES, _STATES, _GRID = 256, 24, 64
+_PAGE, _GRID = 16, 64
 
 
-def _prompts(vocabulary: int) -> list[list[int]]:
+def _prompts(vocabulary: int, chunks: int) -> list[list[int]]:
     """Turns of two conversations with one system prompt, one of them asked twice."""
     rng = Random(0)
-    shared = rng.choices(range(vocabulary), k=4 * _GRID)
+    shared = rng.choices(range(vocabulary), k=chunks * _GRID)
     first = shared + rng.choices(range(vocabulary), k=70)
     second = shared + rng.choices(range(vocabulary), k=100)
     return [first, second, first, first + rng.choices(range(vocabulary), k=90), second[:300]]
@@ -46,29 +48,22 @@ async def _serve(
         return [await server.generate(prompt, 8) for prompt in prompts]
 
 
-async def whole(bed: Bed) -> Outcome:
-    """The example model over pools on the device, cached and bare: equal tokens, sane books."""
-    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-        raise Skip(f"needs {', '.join(missing)}")
+async def _cached(
+    bed: Bed, model: TransformersModel, prompts: Sequence[Sequence[int]], **sizes: object
+) -> tuple[list[Completion], Stats]:
+    """The answers with a cache, and its books at the end."""
     from phloem.runtime.cache import CacheRuntime
     from phloem.runtime.config import CacheConfig
-    from phloem.runtime.integrations.bare import BareCache
-    from phloem.runtime.integrations.models import build_model
     from phloem.runtime.integrations.server import HybridServer
-    from phloem.runtime.integrations.transformers import TransformersModel
 
-    outcome, driver = Outcome(), bed.driver
-    module = cast("torch.nn.Module", build_model("qwen3-next")).to(driver.device)
-    model = TransformersModel(cast("object", module))  # type: ignore[arg-type]  # as it was
-    prompts = _prompts(model.vocabulary)
+    driver = bed.driver
+    native = driver.new_stream("model")
     config = CacheConfig(
         layout=model.layout,
-        page_size=16,
+        page_size=_PAGE,
         state_chunk=_GRID,
-        device_pages=_PAGES,
-        device_states=_STATES,
+        **sizes,  # type: ignore[arg-type]  # numbers and texts by name
     )
-    native = driver.new_stream("model")
     async with AsyncExitStack() as at_end:
         at_end.callback(driver.close_stream, native)
         async with CacheRuntime(config, device=driver.device, driver=driver) as cache:
@@ -79,32 +74,69 @@ async def whole(bed: Bed) -> Outcome:
             finally:
                 await asyncio.to_thread(worker.close)
             await cache.audit()
-            stats = cache.stats()
-        pools = DevicePools.allocate(
-            model.layout,
-            pages=_PAGES + 1,
-            states=_STATES + 1,
-            page_size=16,
-            device=driver.device,
-        )
-        post = LoopPoster(asyncio.get_running_loop())
-        worker = DeviceWorker("bare", native, driver, post)
+            return warm, cache.stats()
+
+
+async def _bare(
+    bed: Bed, model: TransformersModel, prompts: Sequence[Sequence[int]]
+) -> list[Completion]:
+    """The answers without a cache."""
+    from phloem.runtime.integrations.bare import BareCache
+    from phloem.runtime.integrations.server import HybridServer
+
+    driver = bed.driver
+    native = driver.new_stream("bare")
+    pools = DevicePools.allocate(
+        model.layout, pages=65, states=3, page_size=_PAGE, device=driver.device
+    )
+    async with AsyncExitStack() as at_end:
+        at_end.callback(driver.close_stream, native)
+        worker = DeviceWorker("bare", native, driver, LoopPoster(asyncio.get_running_loop()))
         try:
-            bare = HybridServer(model, BareCache(pools, worker), worker, chunk=_GRID)
-            cold = await _serve(bare, prompts)  # type: ignore[arg-type]
+            server = HybridServer(model, BareCache(pools, worker), worker, chunk=_GRID)
+            return await _serve(server, prompts)  # type: ignore[arg-type]
         finally:
             await asyncio.to_thread(worker.close)
-    reused = sum(one.reused for one in warm)
-    outcome.figures["reused tokens"] = float(reused)
-    outcome.figures["s warm"] = sum(one.total_s for one in warm)
-    outcome.figures["s cold"] = sum(one.total_s for one in cold)
-    outcome.figures["threads near"] = stats.near
-    outcome.expect(reused > 0, "nothing was reused")
-    for number, (one, other) in enumerate(zip(warm, cold, strict=True)):
-        outcome.expect(one.tokens == other.tokens, f"prompt {number} is answered differently")
-    for name, pool in (("kv", stats.kv), ("state", stats.state)):
-        kept = pool.free + pool.parked + pool.tree
-        outcome.expect(
-            kept == pool.size, f"{pool.size - kept} places of {name} are owned by nobody"
-        )
+
+
+async def whole(bed: Bed) -> Outcome:
+    """The example model over pools on the device: bare, cached, and with a host tier.
+
+    The same tokens each time, and the books in order; with the host tier the device's pools are too
+    small, so that data goes there and comes back.
+    """
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+        raise Skip(f"needs {', '.join(missing)}")
+    from phloem.runtime.integrations.models import build_model
+    from phloem.runtime.integrations.transformers import TransformersModel
+
+    outcome = Outcome()
+    module = cast("torch.nn.Module", build_model("qwen3-next")).to(bed.driver.device)
+    model = TransformersModel(cast("object", module))  # type: ignore[arg-type]  # as it was
+    chunks = 4 if bed.is_cuda else 2
+    prompts = _prompts(model.vocabulary, chunks)[: 5 if bed.is_cuda else 3]
+    cold = await _bare(bed, model, prompts)
+    roomy: dict[str, object] = {"device_pages": 256, "device_states": 24}
+    # Room for one conversation and a little.
+    small: dict[str, object] = {"device_pages": 10 + 5 * chunks, "device_states": 4}
+    both = {
+        "device": await _cached(bed, model, prompts, **roomy),
+        "host": await _cached(bed, model, prompts, **small, host_bytes="256MiB"),
+    }
+    for tier, (warm, stats) in both.items():
+        reused = sum(one.reused for one in warm)
+        outcome.figures[f"reused, {tier}"] = float(reused)
+        outcome.figures[f"s, {tier}"] = sum(one.total_s for one in warm)
+        outcome.expect(reused > 0, f"{tier}: nothing was reused")
+        for number, (one, other) in enumerate(zip(warm, cold, strict=True)):
+            same = one.tokens == other.tokens
+            outcome.expect(same, f"{tier}: prompt {number} is answered differently")
+        for name, pool in (("kv", stats.kv), ("state", stats.state)):
+            lost = pool.size - pool.free - pool.parked - pool.tree - pool.granted
+            outcome.expect(not lost, f"{tier}: {lost} places of {name} are owned by nobody")
+    loaded = both["host"][1].tokens_loaded
+    outcome.figures["tokens loaded"] = float(loaded)
+    outcome.expect(loaded > 0, "nothing came back from the host tier")
+    outcome.figures["s, cold"] = sum(one.total_s for one in cold)
+    outcome.figures["threads near"] = both["device"][1].near
     return outcome

@@ -182,7 +182,10 @@ class CudaDriver:
             self._check(self._library.cuMemHostRegister_v2(address_, size, ctypes.c_uint(0)))
 
     def _unregister(self, address: int) -> None:
-        if self.alive():  # a lost device has nothing registered
+        if not self.alive():  # a lost device has nothing registered
+            return
+        with torch.cuda.device(self.device):  # finalisers run in any thread, with any device
+            torch.cuda.mem_get_info()
             self._check(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _bus_id(self) -> str:

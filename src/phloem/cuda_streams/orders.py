@@ -1,15 +1,14 @@
 """What passes between the head of a model that runs on several ranks, and the ranks: plain values.
 
 Ids of pages and slots mean the same on every rank; copies are named by their ticket's number at the
-head, forward passes by a number of their own. So an order can go through any wire that keeps its
-order: `msgspec` encodes it.
+head, forward passes by a number of their own. So an order can go through any wire that keeps what
+it carries in order, and come out of it on another machine.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
-
-import msgspec
 
 from phloem.cuda_streams.batches import Channel
 
@@ -19,7 +18,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-class CopyLanded(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class CopyLanded:
     """The instant, on each rank by itself, at which layers 0..`layer` of a copy have landed there.
 
     For the last layer it is the copy's end, whatever its outcome.
@@ -29,7 +29,8 @@ class CopyLanded(msgspec.Struct, frozen=True, tag=True):
     layer: int
 
 
-class PassOver(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class PassOver:
     """The instant, on each rank by itself, at which a forward pass has ended there."""
 
     step: int
@@ -38,7 +39,8 @@ class PassOver(msgspec.Struct, frozen=True, tag=True):
 Mark: TypeAlias = CopyLanded | PassOver
 
 
-class Item(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Item:
     """Rows of a pool to copy to rows of another, or, without a source, to clear."""
 
     target: str
@@ -47,7 +49,8 @@ class Item(msgspec.Struct, frozen=True):
     source_ids: tuple[int, ...] = ()
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Submit:
     """Carry out a copy. `number` counts the orders, from 1, without a gap.
 
     Of copies before `oldest_copy` and passes before `oldest_step` the head will not speak again.
@@ -66,14 +69,16 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     oldest_step: int
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Cancel:
     """A copy is not wanted any more: end it early if that is possible."""
 
     number: int
     copy: int
 
 
-class Close(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Close:
     """No order will follow."""
 
     number: int
@@ -82,7 +87,8 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 Order: TypeAlias = Submit | Cancel | Close
 
 
-class Pass(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Pass:
     """What the head says of a forward pass; it goes with the batch, by whichever way that goes.
 
     A rank launches it when the first `orders` orders have been submitted there, and lets it wait
@@ -96,7 +102,8 @@ class Pass(msgspec.Struct, frozen=True, tag=True):
     oldest_step: int
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Progress:
     """So many leading model layers of a copy have landed on a rank."""
 
     rank: int
@@ -104,7 +111,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     layers: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Ended:
     """A copy will not touch memory on a rank again. `dead`: nor will any other, ever."""
 
     rank: int
@@ -113,7 +121,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Finished:
     """A forward pass, and so every earlier one of its stream, is over on a rank."""
 
     rank: int

@@ -25,6 +25,7 @@ from phloem.actors.tree.tree import Evicted, InsertResult, Match, TreeFigures
 from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, LoopPoster, Post, Stream
+from phloem.cuda_streams.host import ordinary_memory
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.threads import WorkerStream
 from phloem.errors import InvalidRequest, RuntimeClosed, StaleHandle
@@ -128,7 +129,10 @@ class CacheRuntime:
         self.config = config
         self.pools = pools_for(config, device, pools)
         self._driver = driver or driver_for(self.pools.device)
-        self.host_pools = host_pools_for(config, self.pools, self._driver, host_memory)
+        self._pinned = None
+        if host_memory is None and self._driver is not None:
+            host_memory = self._pinned = self._driver.pinned_memory()
+        self.host_pools = host_pools_for(config, self.pools, host_memory or ordinary_memory)
         self._counts = Counts() if metrics else None
         self._events = several(events, self._counts)
         self._new_engine = engine or engine_for(self._driver)
@@ -219,7 +223,7 @@ class CacheRuntime:
         return True
 
     def end_closing(self, *, stuck: bool = False) -> None:
-        """Stop the actors and the engine.
+        """Stop the actors and the engine; then unpin the host tier's memory, if it is our own.
 
         `stuck`: copies have not ended in time. Then a thread of its own waits for them, holding the
         pools that they may still write, and nobody else does.
@@ -231,6 +235,8 @@ class CacheRuntime:
         def stop(pools: DevicePools = self.pools) -> None:
             engine.close()
             core.streams.close()
+            if self._pinned is not None:
+                self._pinned.close()  # nothing copies from or to it any more
             del pools
 
         if stuck:

@@ -9,7 +9,7 @@ import torch
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, Post
-from phloem.cuda_streams.host import HostMemory, ordinary_memory
+from phloem.cuda_streams.host import HostMemory
 from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.errors import InvalidRequest
@@ -67,20 +67,15 @@ def _new_pools(config: CacheConfig, device: str | torch.device) -> DevicePools:
 
 
 def host_pools_for(
-    config: CacheConfig,
-    pools: DevicePools,
-    driver: Driver | None,
-    memory: HostMemoryFactory | None = None,
+    config: CacheConfig, pools: DevicePools, memory: HostMemoryFactory
 ) -> HostPools | None:
-    """The pools of the host tier, pinned where a driver can; None when it is off.
+    """The pools of the host tier; None when it is off.
 
     Raises `HostMemoryShort` with nothing taken when the memory is not there.
     """
     pages, states = config.host_places(pools.page_bytes, pools.slot_bytes)
     if not pages:
         return None
-    if memory is None:
-        memory = ordinary_memory if driver is None else driver.pinned_memory()
     # Place 0 is never granted, as on the device.
     return HostPools.allocate(
         pools, pages=pages + 1, states=states + 1, memory=memory, int8_states=config.int8_states
