@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: venv demo test check bench bench-peers fuzz sim mutants gpu-check clean
+.PHONY: venv demo test check bench bench-peers replay-table fuzz sim mutants gpu-check clean
 
 venv: $(READY)
 
@@ -41,6 +41,10 @@ bench: venv
 # Needs about 5 GB for the peers' own environments, in ~/.cache/peers or $(PEERS_VENVS).
 bench-peers: venv
 	$(BIN)/python -m benchmarks.peers
+
+# Known policies at all points of the published comparison: TRACES is where the whole traces are.
+replay-table: venv
+	$(BIN)/python -m benchmarks.known_policies --traces "$(TRACES)"
 
 fuzz: venv
 	PHLOEM_FUZZ=1 $(BIN)/python -m pytest -q -m fuzz

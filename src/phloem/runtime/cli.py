@@ -28,6 +28,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "phloem.runtime.simulation.cli:run",
         "run the real actors under simulated schedulers, with faults",
     ),
+    "replay": (
+        "phloem.runtime.replay.cli:run",
+        "traces through the real tree, with any policy at any capacity",
+    ),
     "trace": (
         "phloem.runtime.observe.cli:trace",
         "rebuild the state at a time from a log, or write a timeline for Perfetto",

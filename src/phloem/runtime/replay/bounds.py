@@ -228,13 +228,15 @@ class _Rents:
         ends = np.where(gain == np.repeat(best, self.lengths), places, len(gain))
         end = np.minimum.reduceat(ends, self.starts)
         taken = places <= np.repeat(np.where(best > 0, end, -1), self.lengths)
-        change = np.zeros(self.slots + 1)
-        np.add.at(change, self.since[taken], self.page_bytes)
-        np.add.at(change, self.until[taken], -self.page_bytes)
         end = end[best > 0]
-        np.add.at(change, self.since[end], self.state_bytes)
-        np.add.at(change, self.until[end], -self.state_bytes)
+        change = self.page_bytes * self._balance(taken) + self.state_bytes * self._balance(end)
         return change.cumsum()[:-1]
+
+    def _balance(self, chosen: npt.NDArray[np.bool_ | np.int64]) -> npt.NDArray[np.int64]:
+        """How many more rents begin than end in each slot."""
+        slots = self.slots + 1
+        begun = np.bincount(self.since[chosen], minlength=slots)
+        return begun - np.bincount(self.until[chosen], minlength=slots)
 
 
 def dual(workload: Workload, capacity: int, geometry: Geometry) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -63,16 +64,23 @@ class Workload(msgspec.Struct, frozen=True):
         return self.distinct * self.block_size
 
 
-def prepare(requests: Iterable[TraceRequest], *, name: str, block: int | None = None) -> Workload:
+def prepare(
+    requests: Iterable[TraceRequest],
+    *,
+    name: str,
+    block: int | None = None,
+    limit: int | None = None,
+) -> Workload:
     """Chain the blocks of a trace; `block` tokens each (as in the trace, or 32 of single tokens).
 
-    What does not fill a block at the end is left out, as a cache of pages leaves it out. Raises
-    `InvalidRequest` for an empty trace, or blocks that the trace's do not divide.
+    `limit`: the first so many requests. What does not fill a block at the end is left out, as a
+    cache of pages leaves it out. Raises `InvalidRequest` for an empty trace, or blocks that the
+    trace's do not divide.
     """
     numbers: dict[tuple[int, bytes], int] = {}
     prepared: list[ReplayRequest] = []
     size = block or 0
-    for request in requests:
+    for request in islice(requests, limit):
         own = request.block_size
         if not size:
             size = own if own > 1 else 32

@@ -27,6 +27,7 @@ from phloem.errors import InvalidRequest
 __all__ = [
     "Sessions",
     "TraceRequest",
+    "is_sessions",
     "read_agent_tokens",
     "read_azure",
     "read_mooncake",
@@ -330,13 +331,22 @@ _BY_FIELD: tuple[tuple[str, Callable[[Path], Iterator[TraceRequest]]], ...] = (
 )
 
 
+def is_sessions(path: Path) -> bool:
+    """Whether a trace holds sessions without a common clock, which `read_sessions` lays out."""
+    return _reader_of(path) is read_sessions
+
+
 def read_trace(path: Path) -> Iterator[TraceRequest]:
     """The requests of a trace, plain or gzipped, whose format its first line tells.
 
     Raises `InvalidRequest` for a file of no known format.
     """
+    return _reader_of(path)(path)
+
+
+def _reader_of(path: Path) -> Callable[[Path], Iterator[TraceRequest]]:
     first = next(_lines(path), (0, ""))[1]
     for field, reader in _BY_FIELD:
         if field in first:
-            return reader(path)
+            return reader
     raise InvalidRequest(f"{path.name} is no trace of a known format")

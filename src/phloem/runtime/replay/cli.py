@@ -1,0 +1,257 @@
+"""`phloem replay`: what a cache would have done with a trace.
+
+Exit status: 0, or 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from phloem.actors.tree.placement import Placement
+from phloem.errors import InvalidRequest
+from phloem.runtime.costs.published import geometry_named
+from phloem.runtime.replay.chart import bars, draw
+from phloem.runtime.replay.named import KNOWN
+from phloem.runtime.replay.requests import Workload, prepare
+from phloem.runtime.replay.runs import Report, Settings, TraceFigures, replay
+from phloem.runtime.traces import SAMPLES, Sessions, read_sessions, read_trace
+from phloem.runtime.traces.readers import is_sessions
+
+__all__ = ["run"]
+
+_OK, _MISUSE = 0, 2
+_GIB = 2**30
+_STDOUT = Path("-")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    console = Console(stderr=options.json == _STDOUT)
+    try:
+        report = _report(options, console)
+        for trace in report.traces:
+            _show(report, trace, console)
+        if options.plot is not None:
+            draw(report, options.plot)
+        if options.decisions is not None:
+            options.decisions.write_bytes(b"".join(_decisions(report)))
+        if options.json is not None:
+            _write_json(report, options.json)
+    except (InvalidRequest, OSError) as error:
+        print(f"phloem replay: {error}", file=sys.stderr)
+        return _MISUSE
+    return _OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    known = "; ".join(f"{name}: {text}" for name, (_, text) in KNOWN.items())
+    parser = argparse.ArgumentParser(
+        prog="phloem replay",
+        description="Serves traces from the real tree, one request after another, under any policy "
+        "at any capacity, and says what was hit, beside what an unbounded cache and those who know "
+        "the future would have hit.",
+        epilog=f"Known policies, with an admission of states and a memory of their own: {known}.",
+    )
+    add = parser.add_argument
+    add("traces", nargs="+", metavar="TRACE", help="a file, or a sample: " + ", ".join(SAMPLES))
+    add("--geometry", default="qwen3-next-80b-a3b", metavar="NAME", help="(default: %(default)s)")
+    add(
+        "--capacity",
+        action="append",
+        metavar="SIZE",
+        help="bytes, like 16GiB, or a share of the KV of all distinct tokens, like 5%% (default)",
+    )
+    add("--policy", action="append", metavar="NAME", help="of the tree, or known (default: lru)")
+    add(
+        "--placement",
+        metavar="WHERE",
+        help="states, with commas: branch, end_of_prompt, end_of_response, periodic=TOKENS, "
+        "budget=N, gain_min=TOKENS, max_states_per_path=N (default: the first three)",
+    )
+    add("--states-share", type=float, metavar="X", help="of the bytes in a pool of states")
+    add("--sessions", action="store_true", help="tell the tree which requests belong together")
+    add("--block", type=int, metavar="TOKENS", help="of a page (default: the trace's, or 32)")
+    add("--limit", type=int, metavar="N", help="the first N requests of each trace")
+    add("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    add("--no-bounds", action="store_true", help="leave those who know the future out")
+    add("--json", nargs="?", const=_STDOUT, type=Path, metavar="FILE", help="write the results")
+    add("--plot", type=Path, metavar="FILE", help="draw the curves (PNG, SVG, PDF)")
+    add("--decisions", type=Path, metavar="FILE", help="write each decision as a line of JSON")
+    laid = parser.add_argument_group("traces of sessions without a common clock")
+    add = laid.add_argument
+    add("--first", type=int, metavar="N", help="only so many sessions")
+    add("--every", type=float, default=30.0, metavar="S", help="seconds from start to start")
+    add("--seed", type=int, metavar="N", help="draw the starts, so many seconds apart on average")
+    add("--pause", type=float, metavar="S", help="draw the pauses, with this mean")
+    add("--pause-max", type=float, default=300.0, metavar="S", help="cut recorded pauses to this")
+    add("--prompt-max", type=int, metavar="TOKENS", help="leave sessions with longer ones out")
+    add("--prompt-cut", type=int, metavar="TOKENS", help="end sessions before longer ones")
+    add("--turns-max", type=int, metavar="N", help="end sessions after so many")
+    add("--turns-min", type=int, default=1, metavar="N", help="leave shorter sessions out")
+    return parser
+
+
+def _workload(name: str, options: argparse.Namespace) -> Workload:
+    path = SAMPLES.get(name) or Path(name)
+    if is_sessions(path):
+        layout = Sessions(
+            first=options.first,
+            every_s=options.every,
+            seed=options.seed,
+            pause_s=options.pause,
+            pause_max_s=options.pause_max,
+            prompt_max=options.prompt_max,
+            prompt_cut=options.prompt_cut,
+            turns_max=options.turns_max,
+            turns_min=options.turns_min,
+        )
+        requests = read_sessions(path, layout)
+    else:
+        requests = read_trace(path)
+    return prepare(
+        requests, name=path.name.partition(".")[0], block=options.block, limit=options.limit
+    )
+
+
+def _placement(text: str | None) -> Placement | None:
+    if text is None:
+        return None
+    named: dict[str, bool | int] = dict.fromkeys(
+        ("branch", "end_of_prompt", "end_of_response"), False
+    )
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        try:
+            named[name] = int(value) if equals else True
+        except ValueError:
+            raise InvalidRequest(f"{part!r} is no placement") from None
+    try:
+        return msgspec.convert(named, Placement)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"placement {text!r}: {error}") from error
+
+
+def _report(options: argparse.Namespace, console: Console) -> Report:
+    settings = Settings(
+        geometry=geometry_named(options.geometry),
+        placement=_placement(options.placement),
+        states_share=options.states_share,
+        sessions=options.sessions,
+        bounds=not options.no_bounds,
+        decisions=options.decisions is not None,
+    )
+    with _progress(console) as progress:
+        task = progress.add_task("reading", total=len(options.traces))
+        workloads: list[Workload] = []
+        for name in options.traces:
+            workloads.append(_workload(name, options))
+            progress.advance(task)
+
+        def told(ended: int, total: int, which: str) -> None:
+            progress.update(task, completed=ended, total=total, description=which)
+
+        return replay(
+            workloads,
+            settings,
+            options.policy or ["lru"],
+            options.capacity or ["5%"],
+            jobs=options.jobs,
+            told=told,
+        )
+
+
+@contextmanager
+def _progress(console: Console) -> Generator[Progress, None, None]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress
+
+
+def _show(report: Report, trace: TraceFigures, console: Console) -> None:
+    console.print(
+        f"\n{trace.name}: {trace.requests:,} requests of {trace.tokens / trace.requests:,.0f} "
+        f"tokens, {trace.distinct_tokens / 1e6:.2f} M distinct; pages of {trace.block_size}; "
+        f"an unbounded cache hits {100 * trace.ceiling:.1f} %"
+    )
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("GiB", justify="right")
+    table.add_column("policy", no_wrap=True)
+    for head in (
+        *("hit\n%", "saved\n%", "states/\nrequest", "copied\nGB", "skip-\nped"),
+        *("pages\nout", "states\nout", "µs/\nevict", "µs/\nlook"),
+    ):
+        table.add_column(head, justify="right", no_wrap=True)
+    for number, run in enumerate(report.runs):
+        if run.trace != trace.name:
+            continue
+        table.add_row(
+            f"{run.capacity / _GIB:.1f}",
+            run.policy,
+            f"{100 * run.hit_rate:.1f}",
+            f"{100 * run.compute_saved:.1f}",
+            f"{run.states_per_request:.2f}",
+            f"{run.state_bytes_copied / 1e9:.1f}",
+            f"{run.skipped:,}",
+            f"{run.pages_evicted:,}",
+            f"{run.states_evicted:,}",
+            f"{run.us_per_eviction:.0f}",
+            f"{run.us_per_lookup:.0f}",
+        )
+        following = report.runs[number + 1 : number + 2]
+        if not following or (following[0].trace, following[0].capacity) != (
+            run.trace,
+            run.capacity,
+        ):
+            _add_bounds(report, run.trace, run.capacity, table)
+    console.print(table)
+    for line in bars(report, trace):
+        console.print(line, highlight=False)
+
+
+def _add_bounds(report: Report, trace: str, capacity: int, table: Table) -> None:
+    for one in report.bounds:
+        if (one.trace, one.capacity) == (trace, capacity):
+            for name, rate in (
+                ("KV, optimum", one.bounds.kv_optimum),
+                ("clairvoyant", one.bounds.clairvoyant),
+                ("upper bound", one.bounds.upper),
+            ):
+                table.add_row("", name, f"{100 * rate:.1f}", style="dim")
+
+
+def _decisions(report: Report) -> Iterator[bytes]:
+    """A line that names the run, then one for each of its requests, run by run."""
+    for run in report.runs:
+        head = {
+            "trace": run.trace,
+            "geometry": report.geometry.name,
+            "policy": run.policy,
+            "capacity": run.capacity,
+        }
+        yield msgspec.json.encode(head) + b"\n"
+        yield run.decisions
+
+
+def _write_json(report: Report, path: Path) -> None:
+    for number, run in enumerate(report.runs):
+        report.runs[number] = msgspec.structs.replace(run, decisions=b"")
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    if path == _STDOUT:
+        sys.stdout.write(text.decode())
+    else:
+        path.write_bytes(text)
