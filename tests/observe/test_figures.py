@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from phloem.events import CopyEnded, CopyPlanned, CopySubmitted, RuntimeStarted
+from phloem.events import (
+    CopyEnded,
+    CopyPlanned,
+    CopySubmitted,
+    RequestEnded,
+    RequestOpened,
+    RuntimeStarted,
+)
+from phloem.runtime.observe.charts import Bar
 from phloem.runtime.observe.figures import Figures
+from phloem.runtime.observe.gathered import BUCKETS, Gathered, Queue
 
 STARTED = RuntimeStarted(page_size=2, grid=2, pages=4, states=2, layout="")
 
@@ -36,3 +45,40 @@ def test_where_the_log_does_not_tell_it_began_when_its_queue_was_free() -> None:
     ):
         figures.add(time, event)
     assert [(copy.start, copy.end) for copy in figures.copies] == [(12.0, 20.0), (20.0, 21.0)]
+
+
+def test_what_cannot_be_told_apart_is_drawn_as_one() -> None:
+    queue = Queue(pixel=1.0)
+    queue.add(Bar(0.0, 5.0, "load", "a long one"), "load")
+    for number in range(1000):
+        start = 10.0 + number / 1000
+        queue.add(Bar(start, start + 0.0005, "load", "a short one"), "load")
+    queue.add(Bar(11.0, 11.0001, "failed", "one that failed"), "load")
+    queue.add(Bar(20.0, 20.1, "load", "far from the others"), "load")
+    titles = [bar.title for bar in queue.bars]
+    assert titles == ["a long one", "1000 load", "one that failed", "far from the others"]
+    assert len(queue) == 1003 and queue.spans()[0] == (0.0, 5.0)
+
+
+def test_a_report_keeps_sums_and_not_what_it_has_summed() -> None:
+    gathered = Gathered(0.0, 1000.0)
+    gathered.add(0.0, STARTED)
+    for number in range(5000):
+        time, name = number / 5, f"r{number}"
+        opened = RequestOpened(
+            request=name, tokens=10, usable=4, device=4, kv_prefix=4, wanted=[],
+            lost={"never_seen": 6}, namespace=("", ""), session=f"s{number % 7}",
+        )  # fmt: skip
+        gathered.add(time, opened)
+        gathered.add(time, submitted(number))
+        gathered.add(time, CopyEnded(op=number, error=""))
+        ended = RequestEnded(request=name, how="finished", reused=4, computed=6, published=10)
+        gathered.add(time, ended)
+    gathered.finish()
+    assert gathered.prompts == 5000 and sum(gathered.reused["device"]) == 20_000
+    assert sum(gathered.lost["never_seen"]) == 30_000
+    assert len(gathered.held) == BUCKETS + 1 and gathered.held[-1]["kv"]["free"] == 4
+    assert len(gathered.worst()) == 40 and gathered.worst()[0].name == "r0"
+    assert {sums.requests for sums in gathered.sessions.values()} <= {714, 715}
+    kept = (gathered.requests, gathered.lookups, gathered.copies, gathered.occupancy)
+    assert all(len(spans) <= 1 for spans in kept) and not gathered.running

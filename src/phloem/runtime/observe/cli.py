@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def trace(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     until = None if options.at is None else _time(options.at, options.log)
     if options.perfetto is not None:
-        _write(options.perfetto, timeline(entries_until(options.log, until)))
+        _write_pieces(options.perfetto, timeline(entries_until(options.log, until)))
         return _OK
     state = replay(options.log, until=until, run=options.run).state()
     if options.json is not None:
@@ -136,6 +136,15 @@ def _write(path: Path, data: bytes) -> None:
         sys.stdout.write(data.decode())
     else:
         path.write_bytes(data)
+
+
+def _write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    if path == _STDOUT:
+        for piece in pieces:
+            sys.stdout.write(piece.decode())
+        return
+    with path.open("wb") as file:
+        file.writelines(pieces)
 
 
 def _time(text: str, log: Path) -> float:
