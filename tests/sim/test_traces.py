@@ -170,3 +170,28 @@ def test_a_workload_is_the_same_for_the_same_seed(name: str) -> None:
     assert [entry[1] for entry in plain(3)] == sorted(entry[1] for entry in plain(3))
     with pytest.raises(InvalidRequest, match="no workload is called"):
         workload("nothing", 0)
+
+
+def test_blocks_of_any_size_with_ids_of_any_size(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "b.jsonl",
+        {"input_length": 40, "hash_ids": [2**40, 7, 2**41], "block_size": 16, "session_id": 5},
+        {"input_length": 33, "hash_ids": [2**40, 7, 2**42], "block_size": 16},
+    )
+    one, two = read_trace(path)
+    assert (one.block_size, one.session, one.length, two.session) == (16, "5", 40, "")
+    assert one.blocks[:2].tolist() == two.blocks[:2].tolist()
+    assert one.blocks[2] != two.blocks[2] and int(min(one.blocks.min(), two.blocks.min())) >= 0
+
+
+def test_a_servers_log_of_token_ids(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "s.jsonl.gz",
+        {"prompt_token_ids": [1, 2, 3], "output_token_ids": [4], "arrival_time": 1e9, "x": None},
+        {"input_ids": [1, 2], "arrival_time": 1e9 + 5},
+    )
+    one, two = read_trace(path)
+    assert one.blocks.tolist() == [1, 2, 3] and one.answer.tolist() == [4]
+    assert (one.at_s, two.at_s, two.output) == (0.0, 5.0, 0)
+    with pytest.raises(InvalidRequest, match="line 1"):
+        list(read_trace(write(tmp_path / "t.jsonl", {"input_ids": [-1]})))

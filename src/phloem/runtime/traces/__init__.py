@@ -13,12 +13,14 @@ from phloem.runtime.traces.readers import (
     read_azure,
     read_mooncake,
     read_sessions,
+    read_token_log,
     read_trace,
 )
 from phloem.runtime.traces.samples import SAMPLES, sample
 
 __all__ = [
     "TraceRequest", "read_trace",
-    "read_mooncake", "read_sessions", "Sessions", "read_agent_tokens", "read_azure",
+    "read_mooncake", "read_sessions", "Sessions", "read_agent_tokens", "read_token_log",
+    "read_azure",
     "SAMPLES", "sample",
 ]  # fmt: skip

@@ -32,10 +32,12 @@ __all__ = [
     "read_azure",
     "read_mooncake",
     "read_sessions",
+    "read_token_log",
     "read_trace",
 ]
 
 TokenIds = npt.NDArray[np.int32]
+_ID_MAX = 2**31
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -93,31 +95,43 @@ def _decoded(path: Path, kind: type[S]) -> Iterator[tuple[int, S]]:
 
 
 class _Mooncake(msgspec.Struct):
-    timestamp: float
     input_length: int
-    output_length: int
     hash_ids: list[int]
+    timestamp: float = 0.0
+    output_length: int = 0
+    block_size: int = 512
+    session_id: str | int = ""
 
 
 def read_mooncake(path: Path) -> Iterator[TraceRequest]:
     """The format of Mooncake's traces: times in milliseconds, chained ids of 512-token blocks.
 
-    The last id stands for what is left and may be a partial block.
+    The last id stands for what is left and may be a partial block. Others publish in this form
+    with a `block_size` and a `session_id`.
     """
+    numbers: dict[int, int] = {}  # ids may be hashes of 64 bits
     for number, line in _decoded(path, _Mooncake):
-        if not 0 < line.input_length <= 512 * len(line.hash_ids):
+        size = line.block_size
+        if size < 1 or not 0 < line.input_length <= size * len(line.hash_ids):
             raise InvalidRequest(
                 f"{path.name}, line {number}: {line.input_length} tokens in {len(line.hash_ids)} "
-                f"blocks of 512"
+                f"blocks of {size}"
             )
+        small = all(0 <= one < _ID_MAX for one in line.hash_ids)
+        ids = line.hash_ids if small else [_renumbered(numbers, one) for one in line.hash_ids]
         yield TraceRequest(
             at_s=line.timestamp / 1000,
-            session="",
-            blocks=np.array(line.hash_ids, np.int32),
-            block_size=512,
+            session=str(line.session_id),
+            blocks=np.array(ids, np.int32),
+            block_size=size,
             length=line.input_length,
             output=line.output_length,
         )
+
+
+def _renumbered(numbers: dict[int, int], one: int) -> int:
+    """A number for an id that is too large, counted down from the largest."""
+    return _ID_MAX - 1 - numbers.setdefault(one, len(numbers)) if not 0 <= one < _ID_MAX else one
 
 
 # -- sessions of runs of 64-token blocks -----------------------------------------------------------
@@ -295,6 +309,42 @@ def read_agent_tokens(path: Path) -> Iterator[TraceRequest]:
         )
 
 
+class _Logged(msgspec.Struct):
+    prompt_token_ids: list[int] = []
+    input_ids: list[int] = []
+    output_token_ids: list[int] = []
+    output_ids: list[int] = []
+    arrival_time: float | None = None
+    session_id: str | int = ""
+
+
+def read_token_log(path: Path) -> Iterator[TraceRequest]:
+    """A server's log of requests with token ids, one JSON object a line, in order of arrival.
+
+    `prompt_token_ids` or `input_ids`; where known `output_token_ids` or `output_ids`,
+    `arrival_time` in seconds and `session_id`. Other fields are passed over.
+    """
+    start: float | None = None
+    for number, line in _decoded(path, _Logged):
+        prompt = line.prompt_token_ids or line.input_ids
+        answer = line.output_token_ids or line.output_ids
+        if not prompt:
+            continue
+        if not all(0 <= token < _ID_MAX for token in (*prompt, *answer)):
+            raise InvalidRequest(f"{path.name}, line {number}: a token id that is none")
+        at = line.arrival_time or 0.0
+        start = at if start is None else start
+        yield TraceRequest(
+            at_s=max(0.0, at - start),
+            session=str(line.session_id),
+            blocks=np.array(prompt, np.int32),
+            block_size=1,
+            length=len(prompt),
+            output=len(answer),
+            answer=np.array(answer, np.int32),
+        )
+
+
 # -- lengths only ----------------------------------------------------------------------------------
 
 
@@ -325,6 +375,8 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
 
 _BY_FIELD: tuple[tuple[str, Callable[[Path], Iterator[TraceRequest]]], ...] = (
     ('"hash_ids"', read_mooncake),
+    ('"prompt_token_ids"', read_token_log),
+    ('"input_ids"', read_token_log),
     ('"block_size"', read_sessions),
     ('"reuse"', read_agent_tokens),
     ("ContextTokens", read_azure),
