@@ -161,16 +161,17 @@ async def test_what_is_leased_while_it_is_copied_stays_where_it_is(inline: bool)
         here.cache.release(grant)
 
 
-async def test_what_goes_while_it_is_copied_leaves_the_frame_blank(inline: bool) -> None:
-    async with shared(8, inline=inline) as (here, _):
+async def test_what_is_copied_does_not_go_meanwhile(inline: bool) -> None:
+    async with shared(8, inline=inline) as (here, given):
         grant = await moving(here)
-        await here.cache.evict(pages=99)
+        await here.cache.evict(pages=99, states=99)
         await here.cache.audit()
-        assert here.cache.stats().tree.pages == 0
+        assert here.cache.stats().tree.pages == len(NEW) // PAGE
+        assert (given[1], ledger_of(here).frames.closed) == (0, 3)
         here.gate.open()
         await here.settled()
         await here.cache.audit()
-        assert border_of(here).pages_moved == 0
+        assert border_of(here).pages_moved == 4
         here.cache.release(grant)
 
 
@@ -202,7 +203,7 @@ async def test_a_reset_while_pages_move_gives_everything_back(inline: bool) -> N
 async def test_who_waits_for_a_state_gets_the_frame_that_is_cleared(inline: bool) -> None:
     async with shared(8, inline=inline) as (here, _):
         grant = await moving(here)
-        first = await here.cache.allocate(states=1, owner="first")  # the last state that can go
+        first = await here.cache.allocate(states=1, owner="first")  # the last state goes for it
         assert here.cache.stats().tree.states == 0
         waiting = asyncio.ensure_future(here.cache.allocate(states=1, owner="late"))
         await asyncio.sleep(0)

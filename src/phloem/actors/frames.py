@@ -63,14 +63,19 @@ class FramePool(Pool):
     `free` counts the free places of its own frames; blank frames are taken in when they run out.
     """
 
-    def __init__(self, component: Component, frames: Frames, kind: int, places: int) -> None:
-        """`kind` numbers the pools of `frames` from 1 on; a frame holds `places` of this one."""
+    def __init__(
+        self, component: Component, frames: Frames, kind: int, places: int, *, highest: bool
+    ) -> None:
+        """`kind` numbers the pools of `frames` from 1 on; a frame holds `places` of this one.
+
+        `highest`: they are taken from the other end of the memory.
+        """
         self._home = kind - 1
         super().__init__(component, (frames.count - self._home) * places)
         self._frames = frames
         self._kind = kind
         self.places = places
-        self._highest = places == 1  # single places have no reason to be together
+        self._highest = highest
         # By frame: its free places, the one to go next last. Empty where a frame is not ours.
         self._vacant: list[Ids] = [array("i") for _ in range(frames.count - self._home)]
         self._open = bytearray(frames.count - self._home)  # frames that have something to grant
@@ -239,8 +244,8 @@ class SharedLedger(Ledger):
         self._spare_asked = False
         self.pages_per_frame = pages
         super().__init__(1, 1)
-        self.kv = self.pages = FramePool("kv", self.frames, 1, pages)
-        self.state = FramePool("state", self.frames, 2, 1)
+        self.kv = self.pages = FramePool("kv", self.frames, 1, pages, highest=False)
+        self.state = FramePool("state", self.frames, 2, 1, highest=True)
 
     def ask_for_spare(self) -> bool:
         """See `Ledger.ask_for_spare`; once until `spare_answered`."""

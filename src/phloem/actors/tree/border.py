@@ -35,7 +35,6 @@ class _Move(NamedTuple):
     pages: Ids
     to: Ids
     account: int
-    generation: int
 
 
 class Border:
@@ -172,24 +171,23 @@ class Border:
         if self._tell is not None:
             self._tell.planned(number, "move_pages", "", None)
             self._tell.granted(owner, account, to)
-        self._move = _Move(number, frame, pages, to, account, tree.generation)
+        tree.begin_move(number, pages)
+        self._move = _Move(number, frame, pages, to, account)
         self._domain.send(self._transfer, m.CopyAfter(CopyPages(number, pages, to), ()))
 
     def copied(self, message: m.Copied) -> bool:
         """The copy of an operation has ended; false if it was none of these.
 
-        Pages that somebody has come to use, or that have gone, keep their places: then the frame
-        is not blank, and is as it was.
+        Pages that somebody has come to use keep their places: then the frame is as it was.
         """
         move = self._move
         if move is None or move.op != message.op:
             return False
         self._move = None
-        moved: Ids = array("i")
-        if message.error is not None:
+        ok = message.error is None
+        if not ok:
             self._pause = _PAUSE
-        if message.error is None and move.generation == self._tree.generation:
-            moved = self._tree.relocate(move.pages, move.to)
+        moved = self._tree.end_move(move.op, move.pages, move.to, ok=ok)
         stays = set(range(len(move.pages))).difference(moved)
         taken = array("i", [move.to[number] for number in moved])
         left = array("i", [move.pages[number] for number in moved])

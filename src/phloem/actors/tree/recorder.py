@@ -52,7 +52,8 @@ RECORDED = (
     "copied",
     "use_policy",
     "tick",
-    "relocate",
+    "begin_move",
+    "end_move",
     "reset",
     "sweep",
 )

@@ -103,7 +103,7 @@ def live_state(core: Core) -> CacheState:
                 },
             )
         )
-    holds = {operation.hold for operation in tree.operations}
+    holds = set(tree.holds())
     leases = [
         LeaseState(lease.id, lease.owner, lease.anchor.id, lease.anchor.end, lease.has_state)
         for lease in tree.leases.live.values()
