@@ -367,7 +367,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "pages that an advance replaced are lost",
         HOLDING,
-        '        self.give_back(replaced, array("i"), ())',
+        '        self.give_back(replaced, array("i"), (), spans)',
         "        replaced = replaced[:0]",
     ),
     Mutant(
@@ -385,8 +385,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an ended request drops its fences",
         REQUEST,
-        "        self._holding.give_back(pages, states, fences)\n",
-        "        self._holding.give_back(pages, states, ())\n",
+        "        self._holding.give_back(pages, states, fences, self._holding.own_spans)\n",
+        "        self._holding.give_back(pages, states, (), self._holding.own_spans)\n",
     ),
     Mutant(
         "an ended request's lease goes before its steps",

@@ -10,7 +10,7 @@ A model sees tensors by layer, indexed by page id or slot; copies see a `RowPool
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -114,7 +114,8 @@ def _count(pool: str, layers: list[list[Tensor]]) -> int:
 class DevicePools:
     """The device tier. Page 0 and slot 0 are never granted: padded rows may write there.
 
-    `kv[layer].k` and `.v` are [pages, page_size, heads, dim]; `states[layer][name]` is
+    `kv[layer].k` and `.v` are [pages, page_size, heads, dim], with as many pages as the component
+    that keeps the layer has (`span_rows` for all but `kv`); `states[layer][name]` is
     [slots, *shape]. Layers that keep no KV (no state) are not in `kv` (`states`). Both are views
     of the rows of `kv_rows` and `state_rows`, which copies work on.
     """
@@ -127,6 +128,8 @@ class DevicePools:
     device: torch.device
     frame: FrameShape | None = None
     """How pages and slots share one memory; None when each has its own."""
+    span_rows: Mapping[str, RowPool] = field(default_factory=dict[str, RowPool])
+    """The rows of each component but `kv` that keeps KV, by its name."""
 
     @classmethod
     def allocate(
@@ -137,16 +140,19 @@ class DevicePools:
         states: int,
         page_size: int,
         device: str | torch.device = "cpu",
+        spans: Mapping[str, int] | None = None,
     ) -> DevicePools:
         """Zeroed pools of `pages` pages and `states` slots, the reserved ones included.
 
-        Raises InvalidRequest for sizes below one. What no layer keeps takes no bytes.
+        `spans`: pages of each other component that keeps layers. Raises InvalidRequest for sizes
+        below one, and where they are missing. What no layer keeps takes no bytes.
         """
-        _check_sizes(layout.layers, pages, states, page_size)
+        _check_sizes(layout.layers, pages, states, page_size, spans)
         where = torch.device(device)
         return cls._filled(
             *(layout, page_size, where, (pages, states)),
             *(_new_rows(pages, where), _new_rows(states, where)),
+            spans=spans or {},
         )
 
     @classmethod
@@ -168,6 +174,8 @@ class DevicePools:
         layers = layout.layers
         page_bytes = sum(layer.page_bytes(page_size) for layer in layers)
         slot_bytes = sum(layer.slot_bytes for layer in layers)
+        if any(layer.kv is not None and layer.kv.component != "kv" for layer in layers):
+            raise InvalidRequest("only KV of full attention and states can share a memory")
         if not page_bytes or not slot_bytes:
             raise InvalidRequest("only KV and states can share a memory; one of them is missing")
         shape = FrameShape.of(page_bytes, slot_bytes)
@@ -199,19 +207,27 @@ class DevicePools:
         kv_rows: Rows,
         state_rows: Rows,
         frame: FrameShape | None = None,
+        spans: Mapping[str, int] = {},
     ) -> DevicePools:
         kv: dict[int, LayerKV] = {}
         by_name: dict[int, dict[str, Tensor]] = {}
         kv_parts: list[list[Tensor]] = []
         state_parts: list[list[Tensor]] = []
+        span_rows = {name: _new_rows(count, device) for name, count in spans.items()}
+        span_parts: dict[str, list[list[Tensor]]] = {name: [] for name in spans}
         # Outside inference mode, whoever calls: an inference tensor could not be written later.
         with torch.inference_mode(False):
             for number, layer in enumerate(layout.layers):
                 kv_parts.append([])
                 state_parts.append([])
+                for parts in span_parts.values():
+                    parts.append([])
                 if layer.kv is not None:
-                    kv[number], rows = _kv_layer(layer.kv, page_size, kv_rows)
-                    kv_parts[-1].append(rows)
+                    component = layer.kv.component
+                    source = kv_rows if component == "kv" else span_rows[component]
+                    parts = kv_parts if component == "kv" else span_parts[component]
+                    kv[number], rows = _kv_layer(layer.kv, page_size, source)
+                    parts[-1].append(rows)
                 for spec in layer.states:
                     tensor, rows = _state(spec, state_rows)
                     by_name.setdefault(number, {})[spec.name] = tensor
@@ -225,6 +241,10 @@ class DevicePools:
             state_rows=RowPool("device states", "device", states, state_parts),
             device=device,
             frame=frame,
+            span_rows={
+                name: RowPool(f"device {name}", "device", spans[name], parts)
+                for name, parts in span_parts.items()
+            },
         )
 
     @classmethod
@@ -249,7 +269,9 @@ class DevicePools:
             if layer.kv is not None:
                 for name, shape in (("k", layer.kv.key), ("v", layer.kv.value)):
                     key = f"{name} of layer {number}"
-                    wanted[key] = _Wanted("kv", number, layer.kv.dtype, (page_size, *shape))
+                    wanted[key] = _Wanted(
+                        layer.kv.component, number, layer.kv.dtype, (page_size, *shape)
+                    )
             for spec in layer.states:
                 key = f"state {spec.name!r} of layer {number}"
                 wanted[key] = _Wanted("states", number, spec.dtype, spec.shape)
@@ -260,8 +282,9 @@ class DevicePools:
         if given.keys() != wanted.keys():
             missing, surplus = wanted.keys() - given.keys(), given.keys() - wanted.keys()
             raise InvalidRequest(f"missing {sorted(missing)}, surplus {sorted(surplus)}")
+        spans = sorted({want.pool for want in wanted.values()} - {"kv", "states"})
         parts: dict[str, list[list[Tensor]]] = {
-            pool: [[] for _ in layout.layers] for pool in ("kv", "states")
+            pool: [[] for _ in layout.layers] for pool in ("kv", "states", *spans)
         }
         for name, want in wanted.items():
             parts[want.pool][want.layer].append(_adopted_rows(name, given[name], want))
@@ -269,7 +292,8 @@ class DevicePools:
         if len(devices) != 1:
             raise InvalidRequest(f"one device is needed, not {sorted(devices)}")
         counts = {pool: _count(pool, layers) for pool, layers in parts.items()}
-        _check_sizes(layout.layers, counts["kv"], counts["states"], page_size)
+        sizes = {name: counts[name] for name in spans}
+        _check_sizes(layout.layers, counts["kv"], counts["states"], page_size, sizes)
         return cls(
             page_size=page_size,
             kv={number: LayerKV(k, v) for number, (k, v) in sorted(kv.items())},
@@ -281,6 +305,10 @@ class DevicePools:
             kv_rows=RowPool("device kv", "device", counts["kv"], parts["kv"]),
             state_rows=RowPool("device states", "device", counts["states"], parts["states"]),
             device=next(iter(given.values())).device,
+            span_rows={
+                name: RowPool(f"device {name}", "device", counts[name], parts[name])
+                for name in spans
+            },
         )
 
     @property
@@ -308,7 +336,8 @@ class DevicePools:
         """Bytes of all pages and slots."""
         if self.frame is not None:
             return self.pages // self.frame.pages * self.frame.nbytes
-        return self.pages * self.page_bytes + self.slots * self.slot_bytes
+        spans = sum(rows.count * rows.row_bytes for rows in self.span_rows.values())
+        return self.pages * self.page_bytes + self.slots * self.slot_bytes + spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,12 +440,22 @@ def _page_first(
     return RowPool(name, "host", count, layers, whole=rows, piece_rows=piece_rows, codecs=codecs)
 
 
-def _check_sizes(layers: Sequence[LayerSpec], pages: int, states: int, page_size: int) -> None:
+def _check_sizes(
+    layers: Sequence[LayerSpec],
+    pages: int,
+    states: int,
+    page_size: int,
+    spans: Mapping[str, int] | None = None,
+) -> None:
     if page_size < 1:
         raise InvalidRequest(f"page_size is {page_size}; at least 1")
-    has_kv = any(layer.kv is not None for layer in layers)
+    kept = {layer.kv.component for layer in layers if layer.kv is not None}
+    has_kv = "kv" in kept
+    for name in sorted(kept - {"kv"}):
+        if (spans or {}).get(name, 0) < 1:
+            raise InvalidRequest(f"no pages for {name}; at least 1 (number 0 is reserved)")
     has_states = any(layer.states for layer in layers)
-    if not has_kv and not has_states:
+    if not kept and not has_states:
         raise InvalidRequest("no layer keeps anything")
     for what, has, count in (("pages", has_kv, pages), ("states", has_states, states)):
         if count < (1 if has else 0):

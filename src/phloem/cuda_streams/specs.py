@@ -51,12 +51,19 @@ def _check_shape(what: str, shape: tuple[int, ...]) -> None:
 class KVSpec:
     """One attention layer: the shapes (heads, dim) of one token's key and value, which may differ.
 
-    Raises InvalidRequest for an unknown dtype or an empty shape.
+    `kept` says which of the cache's components keeps it: "kv" for full attention, "window:128" for
+    a sliding window of 128 tokens. Raises InvalidRequest for an unknown dtype or an empty shape.
     """
 
     key: tuple[int, int]
     value: tuple[int, int]
     dtype: str = "bfloat16"
+    kept: str = "kv"
+
+    @property
+    def component(self) -> str:
+        """The name of the component that keeps it."""
+        return self.kept.partition(":")[0]
 
     def __post_init__(self) -> None:
         torch_dtype(self.dtype)
@@ -113,9 +120,9 @@ class LayerSpec:
         if len(set(names)) != len(names):
             raise InvalidRequest(f"two states of one layer have the same name: {names}")
 
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes that a page of `page_size` tokens takes in this layer, padding included."""
-        if self.kv is None:
+    def page_bytes(self, page_size: int, component: str = "kv") -> int:
+        """Bytes that a component's page of `page_size` tokens takes here, padding included."""
+        if self.kv is None or self.kv.component != component:
             return 0
         return aligned(page_size * self.kv.key_bytes) + aligned(page_size * self.kv.value_bytes)
 

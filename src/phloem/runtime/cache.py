@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from threading import Thread
 from time import monotonic
@@ -48,6 +48,7 @@ from phloem.runtime.nowait import (
     lease_and_match,
     limit_of,
     release_handle,
+    span_ids,
 )
 from phloem.runtime.observe.counts import Counts
 from phloem.runtime.observe.explain import Explanation, explain_live
@@ -77,6 +78,8 @@ class Stats(msgspec.Struct, frozen=True):
 
     kv: PoolStats
     state: PoolStats
+    spans: dict[str, PoolStats]
+    """The pools of other components, by name."""
     tree: TreeFigures
     requests: int
     waiting: int
@@ -191,6 +194,7 @@ class CacheRuntime:
                     policy=self.config.eviction,
                     host_pages=0 if host is None else host.kv.size,
                     host_states=0 if host is None else host.state.size,
+                    spans={pool.component: pool.size for pool in core.ledger.spans},
                 )
             )
 
@@ -423,12 +427,18 @@ class CacheRuntime:
         *,
         pages: int = 0,
         states: int = 0,
+        spans: Mapping[str, int] | None = None,
         owner: str = "",
         wait: bool = True,
         timeout: float | None = None,
     ) -> Grant:
-        """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
-        return await self.core.allocate(pages, states, owner, wait=wait, timeout=timeout)
+        """Reserve pages and states, all or nothing; raises `NoRoom` with the figures.
+
+        `spans`: and pages of other components by name, as `{"window": 4}`.
+        """
+        core = self.core
+        counts = core.span_counts(spans)
+        return await core.allocate(pages, states, owner, wait=wait, timeout=timeout, spans=counts)
 
     async def insert(
         self,
@@ -440,22 +450,28 @@ class CacheRuntime:
         namespace: Namespace | None = None,
         after: Step | None = None,
         swap: bool = True,
+        spans: Mapping[str, Ids | Sequence[int]] | None = None,
     ) -> InsertResult:
         """Publish data: see `phloem.actors.tree.Tree.insert`. Takes effect whatever becomes of its
-        caller. `after`: the step that still writes what is offered.
+        caller. `after`: the step that still writes what is offered. `spans`: by component, the
+        pages for the last tokens of these, as many as the caller still has.
         """
         core = self.core
-        message = insert_message(tokens, pages, state, lease, namespace, after, swap)
+        more = span_ids(core, spans)
+        message = insert_message(tokens, pages, state, lease, namespace, after, swap, more)
         result = await core.domain.call(core.tree_actor, message)
         assert isinstance(result, InsertResult)
         return result
 
-    async def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
+    async def evict(
+        self, *, pages: int = 0, states: int = 0, spans: Mapping[str, int] | None = None
+    ) -> Evicted:
         """Free at least so much, if nothing protects it; very much in slices.
 
-        A cancelled caller leaves evicted what has been evicted.
+        `spans`: and pages of other components by name. A cancelled caller leaves evicted what has
+        been evicted.
         """
-        return await self.core.evict(pages, states)
+        return await self.core.evict(pages, states, spans)
 
     def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
         """Give back a lease, or what is left of a grant. A plain function that always fits.
@@ -475,6 +491,7 @@ class CacheRuntime:
         return Stats(
             kv=_pool_stats(core.ledger.kv),
             state=_pool_stats(core.ledger.state),
+            spans={pool.component: _pool_stats(pool) for pool in core.ledger.spans},
             host_kv=None if host is None else _pool_stats(host.kv),
             host_state=None if host is None else _pool_stats(host.state),
             host_bytes=0 if self.host_pools is None else self.host_pools.nbytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from phloem.actors.tree.components import Components
 from phloem.actors.tree.core import BACKUP_HITS, WritePolicy
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import policy_named
@@ -25,6 +26,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     turn at once; the results are the same without. `queue_max` bounds the callers that wait for a
     turn.
 
+    Sliding-window layers (see `KVSpec`) have a pool of their own: `device_spans` says how many of
+    its pages can be granted, by the component's name, as in `{"window": 2048}`; by default as many
+    as `device_pages`. For models with such layers there is no host tier yet, nor one memory.
+
     `device_bytes` (a number, or like "16GiB") takes the place of both: one memory for pages and
     states, in frames of a state each, whose use follows what is asked for; 0 leaves it off.
 
@@ -45,6 +50,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     state_chunk: int = 64
     device_pages: int = 4096
     device_states: int = 64
+    device_spans: dict[str, int] = {}
     device_bytes: int | str = 0
     snapshot_slots: int = 1
     host_bytes: int | str = 0
@@ -64,6 +70,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             integer(name, getattr(self, name), 1)
         integer("audit_nodes", self.audit_nodes)
         integer("device_states", self.device_states, 1 if self.layout.has_states else 0)
+        self._check_spans()
         policy_named(self.eviction)
         parse_bytes(self.host_bytes)
         parse_bytes(self.device_bytes)
@@ -73,6 +80,27 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.close_timeout_s <= 0:
             raise InvalidRequest(f"close_timeout_s is {self.close_timeout_s}; it is above 0")
+
+    def _check_spans(self) -> None:
+        spans = Components(self.components, self.page_size, self.state_chunk).spans
+        if unknown := self.device_spans.keys() - {span.name for span in spans}:
+            raise InvalidRequest(
+                f"device_spans names {min(unknown)!r}; the layout has {self.layout.spans}"
+            )
+        for name, count in self.device_spans.items():
+            integer(f"device_spans of {name}", count, 1)
+        for name in ("host_bytes", "device_bytes"):
+            if spans and parse_bytes(getattr(self, name)):
+                raise InvalidRequest(
+                    f"{name} is {getattr(self, name)}, but layers are kept as "
+                    f"{', '.join(self.layout.spans)}, for which there is none"
+                )
+
+    @property
+    def span_pages(self) -> dict[str, int]:
+        """Pages of each span component that can be granted."""
+        names = [text.partition(":")[0] for text in self.layout.spans]
+        return {name: self.device_spans.get(name, self.device_pages) for name in names}
 
     def host_places(self, page_bytes: int, slot_bytes: int) -> tuple[int, int]:
         """Pages and states of the host tier, of one budget for both.
@@ -101,7 +129,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def components(self) -> tuple[str, ...]:
         """The kinds of data that the layout needs."""
-        return ("kv", "state") if self.layout.has_states else ("kv",)
+        return (
+            ("kv", "state", *self.layout.spans)
+            if self.layout.has_states
+            else (
+                "kv",
+                *self.layout.spans,
+            )
+        )
 
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import anyio
 
 from phloem.actors import messages as m
+from phloem.actors.actions import Ids
 from phloem.actors.allocator import AllocatorActor, Grant, TreeView
 from phloem.actors.domain import Domain
 from phloem.actors.frames import SharedLedger
@@ -164,40 +166,73 @@ class Core:
         account: int = 0,
         wait: bool = True,
         timeout: float | None = None,
+        spans: tuple[int, ...] = (),
     ) -> Grant:
         """Grant or `NoRoom`; a cancelled caller leaves nothing behind."""
         pages, states = integer("pages", pages), integer("states", states)
-        message = m.Allocate(pages, states, owner, account, wait)
+        message = m.Allocate(pages, states, owner, account, wait, True, spans)
         if timeout is None:
             return _granted(await self.domain.call(self.allocator, message, self._undo_grant))
         try:
             with anyio.fail_after(timeout):
                 grant = await self.domain.call(self.allocator, message, self._undo_grant)
         except TimeoutError:
-            raise NoRoom(self.allocator.figures(pages, states)) from None
+            raise NoRoom(self.allocator.figures(pages, states, spans)) from None
         return _granted(grant)
 
     def allocate_nowait(
-        self, pages: int, states: int, owner: str, *, account: int = 0, evict: bool = True
+        self,
+        pages: int,
+        states: int,
+        owner: str,
+        *,
+        account: int = 0,
+        evict: bool = True,
+        spans: tuple[int, ...] = (),
     ) -> Grant:
         """Grant or `NoRoom`, now."""
         pages, states = integer("pages", pages), integer("states", states)
         domain, ledger = self.domain, self.ledger
         short = ledger.short_of(pages, states)
-        if any(short) and evict and not domain.queued and not ledger.waiting:
+        spans_short = ledger.spans_short(spans) if spans else ()
+        some = any(short) or any(spans_short)
+        if some and evict and not domain.queued and not ledger.waiting:
             # Nobody is ahead: the tree can be asked first, and no allocation waits for its answer.
-            domain.run(self.tree_actor, m.MakeRoom(*short, owner, tell=False))
-        return _granted(
-            domain.run(self.allocator, m.Allocate(pages, states, owner, account, False, evict))
-        )
+            domain.run(self.tree_actor, m.MakeRoom(*short, owner, False, spans_short))
+        message = m.Allocate(pages, states, owner, account, False, evict, spans)
+        return _granted(domain.run(self.allocator, message))
 
-    async def evict(self, pages: int, states: int) -> Evicted:
+    def span_counts(self, spans: Mapping[str, int] | None) -> tuple[int, ...]:
+        """Counts by the name of a span component, in order. Raises `InvalidRequest`."""
+        if not spans:
+            return ()
+        names = [span.name for span in self.tree.spans]
+        if unknown := spans.keys() - set(names):
+            raise InvalidRequest(f"no span component {min(unknown)!r}; there are {names}")
+        return tuple(integer(f"pages of {name}", spans.get(name, 0)) for name in names)
+
+    def span_tables(self, lease: TreeLease) -> list[Ids]:
+        """For each span component the tree's pages up to a lease's boundary: 0 where not needed."""
+        count = lease.boundary // self.config.page_size
+        tables: list[Ids] = []
+        for span in self.tree.spans:
+            needed = self.tree.span_of(lease, span.number)
+            tables.append(array("i", bytes(4 * (count - len(needed)))) + needed)
+        return tables
+
+    async def evict(
+        self, pages: int, states: int, spans: Mapping[str, int] | None = None
+    ) -> Evicted:
         """Free at least so much, in slices between which others have their turns.
 
         A cancelled caller leaves evicted what has been evicted.
         """
         pages, states = integer("pages", pages), integer("states", states)
         total = Evicted(0, 0)
+        if counts := self.span_counts(spans):
+            gone = await self.domain.call(self.tree_actor, m.Evict(0, 0, counts))
+            assert isinstance(gone, Evicted)
+            total = total.plus(gone)
         while True:
             pages_now = min(pages, _SLICE)
             states_now = min(states, _SLICE) if pages <= _SLICE else 0  # states that go along count
@@ -216,7 +251,7 @@ class Core:
         if not self.stopped:
             self.domain.send(
                 self.allocator,
-                m.GiveBack(grant.account, grant.pages, grant.states),
+                m.GiveBack(grant.account, grant.pages, grant.states, (), grant.spans),
                 self.domain.caller_context(),
             )
 
@@ -235,8 +270,12 @@ class Core:
             return
         pages = self.ledger.kv.among(grant.pages, grant.account)
         states = self.ledger.state.among(grant.states, grant.account)
-        if pages or states:
-            self.run(m.GiveBack(grant.account, pages, states, after))
+        spans = tuple(
+            pool.among(ids, grant.account)
+            for pool, ids in zip(self.ledger.spans, grant.spans, strict=False)
+        )
+        if pages or states or any(spans):
+            self.run(m.GiveBack(grant.account, pages, states, after, spans))
 
     def touching(self, states: Collection[int], pages: Collection[int]) -> tuple[Fence, ...]:
         """The fences of copies in flight that read or write any of these places."""
@@ -250,7 +289,7 @@ class Core:
     def in_flight(self) -> bool:
         """True while copies or parked places will come to an end by themselves."""
         ledger = self.ledger
-        return bool(self.transfer.in_flight or ledger.kv.parked or ledger.state.parked)
+        return bool(self.transfer.in_flight or any(pool.parked for pool in ledger.pools))
 
     # -- leases --------------------------------------------------------------------------------
 
@@ -318,7 +357,10 @@ class Core:
 
 def _ledger_of(pools: DevicePools) -> Ledger:
     if pools.frame is None:
-        ledger = Ledger(pools.pages, pools.slots)
+        spans = {name: rows.count for name, rows in pools.span_rows.items()}
+        ledger = Ledger(pools.pages, pools.slots, spans)
+        for pool in ledger.spans:
+            pool.place_bytes = pools.span_rows[pool.component].row_bytes
     else:
         ledger = SharedLedger(pools.pages // pools.frame.pages, pools.frame.pages)
     ledger.kv.place_bytes, ledger.state.place_bytes = pools.page_bytes, pools.slot_bytes

@@ -62,7 +62,12 @@ def _new_pools(config: CacheConfig, device: str | torch.device) -> DevicePools:
     if room < 2:
         raise InvalidRequest(f"device_bytes {config.device_bytes}: no room for anything to grant")
     return DevicePools.allocate(
-        layout, pages=pages, states=states, page_size=page_size, device=device
+        layout,
+        pages=pages,
+        states=states,
+        page_size=page_size,
+        device=device,
+        spans={name: count + 1 for name, count in config.span_pages.items()},
     )
 
 

@@ -34,6 +34,11 @@ class ModelLayout:
     def __post_init__(self) -> None:
         if not any(layer.kv is not None or layer.states for layer in self.layers):
             raise InvalidRequest("no layer keeps anything for a prefix")
+        names = [text.partition(":")[0] for text in self.spans]
+        if len(set(names)) < len(names):
+            raise InvalidRequest(
+                f"layers are kept as {self.spans}; a kind has one size: give all the largest"
+            )
 
     @classmethod
     def from_layers(cls, layers: Iterable[LayerSpec]) -> ModelLayout:
@@ -90,8 +95,23 @@ class ModelLayout:
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """The model layers that keep KV."""
-        return tuple(n for n, layer in enumerate(self.layers) if layer.kv is not None)
+        """The model layers that keep KV of every token."""
+        return self.layers_of("kv")
+
+    @cached_property
+    def spans(self) -> tuple[str, ...]:
+        """The components but `kv` that keep KV, as they are configured: like `window:128`."""
+        return tuple(
+            sorted({layer.kv.kept for layer in self.layers if layer.kv is not None} - {"kv"})
+        )
+
+    def layers_of(self, component: str) -> tuple[int, ...]:
+        """The model layers whose KV a component keeps."""
+        return tuple(
+            number
+            for number, layer in enumerate(self.layers)
+            if layer.kv is not None and layer.kv.component == component
+        )
 
     @cached_property
     def state_layers(self) -> tuple[int, ...]:
@@ -109,8 +129,8 @@ class ModelLayout:
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV for one token over all layers, without padding."""
-        kvs = [layer.kv for layer in self.layers if layer.kv is not None]
+        """Bytes of KV for one token over all layers that keep every token, without padding."""
+        kvs = [kv for layer in self.layers if (kv := layer.kv) is not None and kv.kept == "kv"]
         return sum(kv.key_bytes + kv.value_bytes for kv in kvs)
 
     @cached_property
@@ -123,9 +143,9 @@ class ModelLayout:
         """How many tokens of KV weigh as much as one state; at least 1."""
         return max(1, round(self.state_bytes / max(self.kv_bytes_per_token, 1)))
 
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes that a page of `page_size` tokens takes in a pool, padding included."""
-        return sum(layer.page_bytes(page_size) for layer in self.layers)
+    def page_bytes(self, page_size: int, component: str = "kv") -> int:
+        """Bytes that a page of `page_size` tokens takes in a component's pool, with padding."""
+        return sum(layer.page_bytes(page_size, component) for layer in self.layers)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -154,6 +174,6 @@ def _spread(kv_layers: int, state_layers: int) -> tuple[LayerKind, ...]:
 def _canonical(layer: LayerSpec) -> str:
     words: list[str] = []
     if layer.kv is not None:
-        words.append(f"kv {layer.kv.dtype} {layer.kv.key} {layer.kv.value}")
+        words.append(f"{layer.kv.kept} {layer.kv.dtype} {layer.kv.key} {layer.kv.value}")
     words += [f"state {state.name!r} {state.dtype} {state.shape}" for state in layer.states]
     return "; ".join(words) or "none"

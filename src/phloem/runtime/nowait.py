@@ -6,7 +6,7 @@ Also what these forms and the awaiting ones share: how a call becomes a message.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -32,6 +32,7 @@ __all__ = [
     "lease_and_match",
     "limit_of",
     "release_handle",
+    "span_ids",
 ]
 
 
@@ -81,9 +82,17 @@ class Nowait:
         acquired = self._domain.run(self._tree, m.Acquire(key, limit_of(key, whole), owner, False))
         return Lease(self._core, *lease_and_match(acquired))
 
-    def allocate(self, *, pages: int = 0, states: int = 0, owner: str = "") -> Grant:
+    def allocate(
+        self,
+        *,
+        pages: int = 0,
+        states: int = 0,
+        spans: Mapping[str, int] | None = None,
+        owner: str = "",
+    ) -> Grant:
         """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
-        return self._core.allocate_nowait(pages, states, owner)
+        core = self._core
+        return core.allocate_nowait(pages, states, owner, spans=core.span_counts(spans))
 
     def insert(
         self,
@@ -95,16 +104,21 @@ class Nowait:
         namespace: Namespace | None = None,
         after: Step | None = None,
         swap: bool = True,
+        spans: Mapping[str, Ids | Sequence[int]] | None = None,
     ) -> InsertResult:
         """Publish data; see `CacheRuntime.insert`."""
-        message = insert_message(tokens, pages, state, lease, namespace, after, swap)
+        more = span_ids(self._core, spans)
+        message = insert_message(tokens, pages, state, lease, namespace, after, swap, more)
         result = self._domain.run(self._tree, message)
         assert isinstance(result, InsertResult)
         return result
 
-    def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:
+    def evict(
+        self, *, pages: int = 0, states: int = 0, spans: Mapping[str, int] | None = None
+    ) -> Evicted:
         """Free at least so much, if nothing protects it."""
-        message = m.Evict(integer("pages", pages), integer("states", states))
+        counts = self._core.span_counts(spans)
+        message = m.Evict(integer("pages", pages), integer("states", states), counts)
         gone = self._domain.run(self._tree, message)
         assert isinstance(gone, Evicted)
         return gone
@@ -163,6 +177,7 @@ def insert_message(
     namespace: Namespace | None,
     after: Step | None,
     swap: bool,
+    spans: tuple[Ids, ...] = (),
 ) -> m.Insert:
     """Raises `InvalidRequest` for tokens or ids that are none."""
     key = TokenKey.of(tokens, namespace)
@@ -171,9 +186,16 @@ def insert_message(
         raise StaleHandle(f"{lease} was released before")
     inner = None if lease is None else lease.inner
     owner = None if inner is None else inner.owner
-    return m.Insert(
-        key, key.length, _ids(pages), integer("state", state), inner, owner, swap, fences
-    )
+    slot = integer("state", state)
+    return m.Insert(key, key.length, _ids(pages), slot, inner, owner, swap, fences, spans)
+
+
+def span_ids(core: Core, spans: Mapping[str, Ids | Sequence[int]] | None) -> tuple[Ids, ...]:
+    """Page ids by the name of a span component, in order. Raises `InvalidRequest`."""
+    if not spans:
+        return ()
+    core.span_counts({name: len(ids) for name, ids in spans.items()})
+    return tuple(_ids(spans.get(span.name, ())) for span in core.tree.spans)
 
 
 def _ids(pages: Ids | Sequence[int]) -> Ids:

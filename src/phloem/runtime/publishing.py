@@ -171,12 +171,13 @@ class Publishing(Standing):
 
     def _publish(self, length: int, state: int) -> InsertResult | None:
         """Insert up to `length`, which is exact when a state goes with it; None after a reset."""
-        offered = self._holding.offer(length)
+        offered, spans = self._holding.offer(length), self._holding.offer_spans(length)
         result: object = None
         try:
             result = self._run_unless_reset(
                 m.Insert(
-                    self._key, length, offered, state, self._lease, self.id, True, self.fences()
+                    *(self._key, length, offered, state, self._lease, self.id, True),
+                    *(self.fences(), spans),
                 )
             )
         finally:
@@ -186,7 +187,8 @@ class Publishing(Standing):
             self._refused("reset")
             return None
         assert isinstance(result, InsertResult)
-        self._holding.published(self.boundary, result.pages_changed)
+        tables = self._core.span_tables(self._lease)
+        self._holding.published(self.boundary, result.pages_changed, tables)
         return result
 
     def _publish_last(self, position: int, *, give_state: bool = False) -> int:

@@ -51,7 +51,11 @@ class Request(Arriving):
         if not pages and not states:
             return
         grant = await self._core.allocate(
-            pages, states, self.id, account=self._holding.account, wait=wait, timeout=timeout
+            *(pages, states, self.id),
+            account=self._holding.account,
+            wait=wait,
+            timeout=timeout,
+            spans=self._spans_missing(pages),
         )
         if self._over:  # ended by another task at the moment of the hand-over
             self._core.release_grant(grant)
@@ -63,7 +67,9 @@ class Request(Arriving):
         pages, states = self._missing(tokens)
         if pages or states:
             account = self._holding.account
-            grant = self._core.allocate_nowait(pages, states, self.id, account=account)
+            grant = self._core.allocate_nowait(
+                pages, states, self.id, account=account, spans=self._spans_missing(pages)
+            )
             self._holding.take(grant)
 
     def _missing(self, tokens: int) -> tuple[int, int]:
@@ -71,6 +77,18 @@ class Request(Arriving):
         tokens = integer("room in tokens", tokens)
         pages = self._holding.missing(self.computed + tokens)
         return pages, int(self._core.has_states and self.state_slot is None)
+
+    def _spans_missing(self, pages: int) -> tuple[int, ...]:
+        """Pages of each span component for as many new ones; what is out of reach goes back first.
+
+        Out of reach of all that may be computed from here on, or published, or computed again.
+        """
+        if not self._core.tree.spans:
+            return ()
+        back = [step.start_of(self) for step in self._steps.values()]
+        back += [snapshot.position for snapshot in self._holding.snapshots]
+        self._holding.drop_behind(min([self.computed, *back]), self.fences())
+        return (pages,) * len(self._core.tree.spans)
 
     async def advance(self) -> Match:
         """Take over what others have published meanwhile, KV and state of one boundary together.
@@ -91,7 +109,8 @@ class Request(Arriving):
         assert isinstance(match, Match)
         if match.usable <= self.computed:
             return self.match
-        self._holding.stand_on(self._core.tree.pages_of(self._lease))
+        lease = self._lease
+        self._holding.stand_on(self._core.tree.pages_of(lease), self._core.span_tables(lease))
         self._tokens_reused += match.usable - self.computed
         self.computed = match.usable
         self.match = match
@@ -147,6 +166,8 @@ class Request(Arriving):
             raise InvalidRequest(
                 f"rollback to {position}: own tokens go from {self.boundary} to {self._key.length}"
             )
+        if not self._holding.serves(min(position, self.computed)):
+            raise InvalidRequest(f"rollback to {position}: its window was given back already")
         if self._core.has_states and position < self.computed and self._state_at != position:
             slot = self.state_slot
             snapshot = next((s for s in self._holding.snapshots if s.position == position), None)
@@ -239,7 +260,7 @@ class Request(Arriving):
             self._publish_last(self._publishable("all"), give_state=True)
         pages, states = self._holding.own_pages, self._holding.own_states
         fences = self.fences() + self._core.touching(states, pages)
-        self._holding.give_back(pages, states, fences)
+        self._holding.give_back(pages, states, fences, self._holding.own_spans)
         self._holding = Holding(self._core, array("i"))
         self._state_at = self._begun = None
         self._loads = False
@@ -292,6 +313,11 @@ class Request(Arriving):
                 f"{self} cannot be forked: not running, beyond its tokens, or its state lags"
             )
         core = self._core
+        if core.tree.spans and self.computed % core.grid:
+            raise InvalidRequest(
+                f"{self} cannot be forked off the grid of {core.grid}: the window of its last "
+                "tokens is not copied"
+            )
         if name in core.requests:
             raise InvalidRequest(f"request {name!r} is running")
         await self.checkpoint(state=False)

@@ -110,12 +110,24 @@ class Standing:
         """The device page ids of all the request's tokens and room, in order; a copy."""
         return self._holding.pages[:]
 
+    def span_table(self, component: str) -> Ids:
+        """Like `page_table`, the pages of another component's layers, such as `window`; a copy.
+
+        0, the reserved page, stands where they are not needed any more: for tokens further back
+        than the window. Raises `InvalidRequest` for a component that the model has not.
+        """
+        for span, table in zip(self._core.tree.spans, self._holding.spans, strict=True):
+            if span.name == component:
+                return table[:]
+        raise InvalidRequest(f"no component {component!r} keeps layers of this model")
+
     def resources(self) -> Resources:
         """What the request owns outside the tree; empty after its end and the last fence."""
         account = self._core.ledger.accounts.get(self._holding.account)
         held = {
             "pages": account.pages if account else 0,
             "states": account.states if account else 0,
+            "spans": account.spans if account else 0,
             "leases": int(self._lease.live),
             "steps": len(self.fences()),
         }
@@ -152,7 +164,7 @@ class Standing:
             )
         pages, states = self._holding.own_pages, self._holding.own_states
         fences = self.fences() + core.touching(states, pages)
-        self._holding.give_back(pages, states, fences)
+        self._holding.give_back(pages, states, fences, self._holding.own_spans)
         if not self._lease_given_up:
             core.release_lease_after(self._lease, fences)
 
@@ -211,4 +223,4 @@ class Standing:
 
 def holding_under(core: Core, lease: TreeLease) -> Holding:
     """What a request holds that has just been given `lease`: the tree's pages."""
-    return Holding(core, core.tree.pages_of(lease))
+    return Holding(core, core.tree.pages_of(lease), core.span_tables(lease))

@@ -52,6 +52,10 @@ class Step:
         """`opened`, `launched`, `ended` or `abandoned`."""
         return self._ticket.state
 
+    def start_of(self, request: Request) -> int:
+        """The token at which it began for one of its requests."""
+        return self._starts[request.id]
+
     async def over(self) -> None:
         """Wait until the step will not touch its memory again. A cancelled caller leaves it be."""
         await self.fence.reached()

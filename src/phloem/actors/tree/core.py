@@ -171,13 +171,17 @@ class TreeCore:
         return lease.anchor.state
 
     def span_of(self, lease: Lease, number: int) -> Ids:
-        """The pages of a span component that the lease's boundary needs, in order."""
+        """The pages of a span component that the lease's boundary needs, in order.
+
+        0 stands where there is none, which is only after an insert of less than that.
+        """
         anchor, span = lease.anchor, self.spans[number]
         runs: list[bytes] = []
         node = anchor
         start = span.needs_from(anchor.end)
         while node.parent is not None and node.end > start:
-            runs.append(node.spans[number].page_ids)
+            pages = len(node.edge) // self.radix.page_bytes
+            runs.append(node.spans[number].page_ids.rjust(pages * ID_BYTES, b"\0"))
             node = node.parent
         data = b"".join(reversed(runs))
         wanted = (anchor.end - start) // self.page_size * ID_BYTES

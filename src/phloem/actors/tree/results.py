@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -126,6 +127,7 @@ class Evicted(msgspec.Struct, frozen=True, gc=False):
             self.states + other.states,
             self.pages_promised + other.pages_promised,
             self.states_promised + other.states_promised,
+            tuple(map(sum, zip_longest(self.spans, other.spans, fillvalue=0))),
         )
 
 
