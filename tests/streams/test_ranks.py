@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from phloem.cuda_streams.batches import Channel, Copy, CopyBatch
+from phloem.cuda_streams.batches import Channel, Clear, Copy, CopyBatch
 from phloem.cuda_streams.clocks import VirtualClock
 from phloem.cuda_streams.dispatch import Fault
 from phloem.cuda_streams.engine import Ticket, TicketState
@@ -24,6 +24,7 @@ from streams.bench import LAYOUT, Bench, fill
 from streams.ranked import Fleet, Ranks, over_ranks, virtual_engines
 
 LAYERS = len(LAYOUT.layers)
+RANK_POOLS = ("device states", "device states of rank 1")
 
 
 class Bed:
@@ -276,7 +277,7 @@ def test_a_cancelled_copy_ends_early_on_all(bed: Bed) -> None:
 
 def test_a_shard_without_the_pool_fails_the_copy_and_nothing_else(bed: Bed) -> None:
     rank = bed.ranks.ranks[1]
-    del rank._pools["host kv"]
+    del rank._pools["host kv", None]
     fills = bed.submit("d2h", bed.backup(1, 2))
     needs = bed.submit("h2d", bed.load(2, 3), requires=(fills,))
     bed.clock.run()
@@ -376,6 +377,27 @@ def test_stages_hold_their_own_layers_and_ranks_their_own_heads() -> None:
         now = [part for n in range(2) for part in pools.kv_rows.parts(n)]
         for part, old in zip(now, parts, strict=True):
             assert torch.equal(part[[5, 6]], old[[1, 3]])
+
+
+def test_a_copy_of_one_layer_is_of_one_layer_on_every_rank(bed: Bed) -> None:
+    pool, images = bed.bench.device.state_rows, bed.bench.images()
+    one = pool.only(2)
+    for batch in (
+        CopyBatch("d2d", (Copy(one, one, [1], [2]),)),
+        CopyBatch("d2d", (Clear(one, [3]),)),
+    ):
+        ticket = bed.head.submit(batch)
+        bed.clock.run()
+        assert ticket.state is TicketState.DONE
+    for number, shard in enumerate(bed.bench.shards):
+        want, part = images[RANK_POOLS[number]], 0
+        for layer in range(LAYERS):
+            for got in shard[1].parts(layer):
+                same = torch.equal(got, want[part])
+                assert same == (layer != 2), (number, layer)
+                if layer == 2:
+                    assert torch.equal(got[2], want[part][1]) and not got[3].any()
+                part += 1
 
 
 def test_a_gap_in_the_orders_is_loud(bed: Bed) -> None:

@@ -41,12 +41,16 @@ Mark: TypeAlias = CopyLanded | PassOver
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Rows of a pool to copy to rows of another, or, without a source, to clear."""
+    """Rows of a pool to copy to rows of another, or, without a source, to clear.
+
+    In all model layers, or in one of them.
+    """
 
     target: str
     target_ids: tuple[int, ...]
     source: str | None = None
     source_ids: tuple[int, ...] = ()
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

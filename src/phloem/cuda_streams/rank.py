@@ -53,7 +53,9 @@ class Rank:
     ) -> None:
         self.number = number
         self._engine = engine
-        self._pools = {pool.name: pool for pool in pools}
+        self._pools: dict[tuple[str, int | None], RowPool] = {
+            (pool.name, None): pool for pool in pools
+        }
         self._answer = answer
         self._received = 0
         self._tickets: dict[int, Ticket | None] = {}  # None: the engine would not have it
@@ -179,16 +181,24 @@ class Rank:
         )
 
     def _item(self, item: Item) -> CopyItem:
-        target = self._pool(item.target)
+        target = self._pool(item.target, item.layer)
         if item.source is None:
             return Clear(target, item.target_ids)
-        return Copy(self._pool(item.source), target, item.source_ids, item.target_ids)
+        source = target if item.source == item.target else self._pool(item.source, item.layer)
+        return Copy(source, target, item.source_ids, item.target_ids)
 
-    def _pool(self, name: str) -> RowPool:
-        pool = self._pools.get(name)
-        if pool is None:
-            raise InvalidRequest(f"rank {self.number} has no pool {name!r}: {[*self._pools]}")
-        return pool
+    def _pool(self, name: str, layer: int | None) -> RowPool:
+        pool = self._pools.get((name, layer))
+        if pool is not None:
+            return pool
+        whole = self._pools.get((name, None))
+        if whole is None or layer is None or not 0 <= layer < whole.layers:
+            known = sorted(name for name, layer in self._pools if layer is None)
+            raise InvalidRequest(
+                f"rank {self.number} has no pool {name!r} (layer {layer}): {known}"
+            )
+        self._pools[name, layer] = one = whole.only(layer)
+        return one
 
     def _landed(self, copy: int, ticket: Ticket, layer: int) -> None:
         if ticket.layers_done > layer and not ticket.done:

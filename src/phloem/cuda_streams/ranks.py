@@ -306,10 +306,10 @@ def mark_of(fence: Fence) -> Mark:
 
 
 def _item(item: CopyItem) -> Item:
+    target, ids = item.target, tuple(item.target_ids)
     if isinstance(item, Copy):
-        ids = tuple(item.target_ids), tuple(item.source_ids)
-        return Item(item.target.name, ids[0], item.source.name, ids[1])
-    return Item(item.target.name, tuple(item.target_ids))
+        return Item(target.name, ids, item.source.name, tuple(item.source_ids), target.layer)
+    return Item(target.name, ids, layer=target.layer)
 
 
 def _verdict(joint: _Joint) -> Exception | None:

@@ -74,6 +74,8 @@ class RowPool:
                         f"not {part.dtype} {tuple(part.shape)} with strides {part.stride()}"
                     )
         self.name = name
+        self.layer: int | None = None
+        """The model layer that it is confined to, if any; see `only`."""
         self.tier: Tier = tier
         self.count = count
         self.whole = whole
@@ -118,7 +120,9 @@ class RowPool:
         """The same memory as a pool that keeps nothing but what is of one model layer."""
         parts = [of if number == layer else () for number, of in enumerate(self._parts)]
         codecs = [of if number == layer else () for number, of in enumerate(self.codecs)]
-        return RowPool(self.name, self.tier, self.count, parts, codecs=codecs)
+        one = RowPool(self.name, self.tier, self.count, parts, codecs=codecs)
+        one.layer = layer
+        return one
 
     def parts(self, layer: int) -> tuple[Tensor, ...]:
         """The parts of a model layer as uint8 [count, bytes]; empty if it keeps nothing here."""
