@@ -8,16 +8,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from serving import HYBRID, PAGE, Row, forward, over, run
 from streams.ranked import Fleet, Ranks, jitter, over_ranks, virtual_engines
 
-from phloem import CacheConfig, CacheRuntime, DevicePools, EngineDead, Request
+from phloem import CacheConfig, CacheRuntime, DevicePools, EngineDead, ModelLayout, Request
 from phloem.cuda_streams.clocks import LoopClock
 from phloem.cuda_streams.dispatch import Fault
 from phloem.cuda_streams.engine import Post, Ticket
 from phloem.cuda_streams.hazards import HazardChecker
+from phloem.cuda_streams.host import HostMemory
 from phloem.cuda_streams.pools import HostPools
 from phloem.cuda_streams.ranks import RankedEngine
+from phloem.runtime.layout import LayerSpec
 
 PROMPTS = [run(n, 4 * PAGE + 1) for n in (10, 20, 30, 40)]
 
@@ -75,15 +78,38 @@ class Pair:
         raise AssertionError(f"it does not come to rest: {self.cache.stats()}")
 
 
+def stages() -> list[ModelLayout]:
+    """The layers of the model dealt out to two ranks: each has nothing of the other's."""
+    half = len(HYBRID.layers) // 2
+    nothing = [LayerSpec()] * half
+    return [
+        ModelLayout.from_layers([*HYBRID.layers[:half], *nothing]),
+        ModelLayout.from_layers([*nothing, *HYBRID.layers[half:]]),
+    ]
+
+
+def no_memory(count: int, row_bytes: int) -> HostMemory:
+    """For the head of a pipeline, which has pools of the whole model and none of its bytes."""
+    return HostMemory(torch.empty((count, row_bytes), dtype=torch.uint8, device="meta"), count)
+
+
 @asynccontextmanager
-async def pair(*, seed: int = 0, pages: int = 12, inline: bool = True) -> AsyncIterator[Pair]:
+async def pair(
+    *, seed: int = 0, pages: int = 12, inline: bool = True, pipeline: bool = False
+) -> AsyncIterator[Pair]:
     config = CacheConfig(
         layout=HYBRID, page_size=PAGE, state_chunk=PAGE, device_pages=pages, device_states=6,
         host_bytes="1MiB", inline=inline,
     )  # fmt: skip
     devices = [
-        DevicePools.allocate(HYBRID, pages=pages + 1, states=7, page_size=PAGE) for _ in range(2)
+        DevicePools.allocate(one, pages=pages + 1, states=7, page_size=PAGE)
+        for one in (stages() if pipeline else [HYBRID, HYBRID])
     ]
+    head = devices[0]
+    if pipeline:
+        head = DevicePools.allocate(
+            HYBRID, pages=pages + 1, states=7, page_size=PAGE, device="meta"
+        )
     clock = LoopClock(asyncio.get_running_loop())
 
     def fault_of(rank: int) -> Fault:
@@ -94,21 +120,23 @@ async def pair(*, seed: int = 0, pages: int = 12, inline: bool = True) -> AsyncI
         return fault
 
     def engine(post: Post) -> RankedEngine:
-        first = here.cache.host_pools
-        assert first is not None
-        second = HostPools.allocate(
-            devices[1], pages=first.kv_rows.count, states=first.state_rows.count
-        )
+        own = here.cache.host_pools
+        assert own is not None
+        pages, states = own.kv_rows.count, own.state_rows.count
+        hosts = [HostPools.allocate(one, pages=pages, states=states) for one in devices]
+        if not pipeline:
+            hosts[0] = own  # the head is the first rank
         shards = [
             (device.kv_rows, device.state_rows, host.kv_rows, host.state_rows)
-            for device, host in zip(devices, (first, second), strict=True)
+            for device, host in zip(devices, hosts, strict=True)
         ]
         engines = virtual_engines(clock, here.checkers, faults=[fault_of(0), fault_of(1)])
         here.ranks = over_ranks(post, clock, shards, engines, delay_ns=jitter(seed, 20_000))
         here.fleet = Fleet(here.ranks, clock, jitter(seed + 1, 20_000))
         return here.ranks.head
 
-    cache = CacheRuntime(config, pools=devices[0], engine=engine)
+    memory = no_memory if pipeline else None
+    cache = CacheRuntime(config, pools=head, engine=engine, host_memory=memory)
     here = Pair(cache, devices, [HazardChecker(), HazardChecker()])
     async with cache:
         yield here
@@ -116,11 +144,11 @@ async def pair(*, seed: int = 0, pages: int = 12, inline: bool = True) -> AsyncI
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("pipeline", [False, True], ids=["tensor", "pipeline"])
 async def test_f082_requests_are_served_from_both_tiers_of_two_ranks(
-    seed: int, inline: bool
+    pipeline: bool, inline: bool
 ) -> None:
-    async with pair(seed=seed, inline=inline) as here:
+    async with pair(inline=inline, pipeline=pipeline) as here:
         for _ in range(2):
             for prompt in [*PROMPTS, *PROMPTS[:2]]:
                 await here.serve(prompt)
@@ -211,8 +239,11 @@ async def test_a_lost_rank_fails_what_waits_and_nothing_hangs(inline: bool) -> N
 
 
 @pytest.mark.sim
-async def test_a_pass_begins_before_its_load_has_landed_on_the_slower_rank(inline: bool) -> None:
-    async with pair(inline=inline) as here:
+@pytest.mark.parametrize("pipeline", [False, True], ids=["tensor", "pipeline"])
+async def test_a_pass_begins_before_its_load_has_landed_on_the_slower_rank(
+    pipeline: bool, inline: bool
+) -> None:
+    async with pair(inline=inline, pipeline=pipeline) as here:
         assert here.ranks is not None and here.fleet is not None
         await here.serve(PROMPTS[0])
         await here.settled()
