@@ -50,6 +50,7 @@ HOLDING = "runtime/holding.py"
 STANDING = "runtime/standing.py"
 PUBLISHING = "runtime/publishing.py"
 CORE = "runtime/core.py"
+ARRIVING = "runtime/arriving.py"
 TIERING = "actors/tree/tiering.py"
 HOST_ALLOCATOR = "actors/host_allocator.py"
 HOST = "actors/tree/host.py"
@@ -329,9 +330,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a request believes a load that failed",
-        REQUEST,
-        "        if self.boundary < self.computed:\n",
-        "        if self.boundary < -1:\n",
+        ARRIVING,
+        "        if boundary < self.computed:\n",
+        "        if boundary < -1:\n",
     ),
     Mutant(
         "reservations of the host overtake",

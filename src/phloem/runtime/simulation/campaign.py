@@ -163,7 +163,7 @@ class _Geometry:
 
     def draw_host(self, rng: random.Random, fixed: str | None) -> None:
         """Whether there is a host tier, how large and how it is written."""
-        drawn = rng.choice(("none", "none", *BACKUP_HITS, "write_through"))
+        drawn = rng.choice(("none", "none", *BACKUP_HITS, "write_back"))
         self.host = fixed or drawn
         self.host_share = rng.choice((0.3, 1.0, 1.0, 3.0))
         self.eviction = rng.choice(("lru", "lru", *POLICY_NAMES))

@@ -53,6 +53,7 @@ __all__ = ["EventLog", "Watch"]
 Handler = Callable[..., object]
 
 _NODES = 10  # a tree of so many nodes is audited half as often as a small one, and so on
+_TURNS = 256  # but no tree makes audits rarer than one in so many turns
 _TURNS_MAX = 100_000  # in one step of the loop
 _AUDITS = 16  # every so many audits the history is compared, too
 
@@ -252,7 +253,8 @@ class Watch:
         try:
             if core.allocator.waiting:
                 self.fairness.at_rest(core)
-            patience = self._audit_every * (1 + core.tree.radix.nodes // _NODES)
+            every = self._audit_every
+            patience = min(every * (1 + core.tree.radix.nodes // _NODES), max(every, _TURNS))
             if core.domain.turns - self._audited_at >= patience:
                 self._audited_at = core.domain.turns
                 self.audit()
