@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phloem.actors.tree import Tree
-from phloem.actors.tree.policies import BenefitPerByte
+from phloem.actors.tree.node import Node
 from phloem.errors import InvalidRequest
 from phloem.runtime.costs.layers import (
     Attention,
@@ -36,27 +36,27 @@ def test_s215_feed_forward_dense_and_of_experts() -> None:
     assert 10 * mixture.linear == 6 * 10 * 512 * 128 * 4 + 6 * 10 * 512 * 256
 
 
+def state_at(length: int, *states: int, fork: int = 0) -> tuple[Tree, Node]:
+    """A key of 30 tokens with states at some lengths, a way parting from it, and one on beyond."""
+    tree, key = Tree(page_size=1, policy="benefit"), list(range(30))
+    for slot, at in enumerate(states, 1):
+        tree.insert(key, range(1, at + 1), state=slot, length=at)
+    if fork:
+        tree.insert([*key[:fork], 99], range(1, fork + 2))
+    tree.insert([*key, 99], range(1, 32))
+    return tree, next(node for node in tree.radix if node.end == length and node.state)
+
+
 def test_s217_a_state_is_worth_what_it_saves_beyond_the_nearest_live_one() -> None:
     """Not beyond its structural parent: an entry of 10 tokens whose nearest state is 20 above."""
-    policy = BenefitPerByte(state_weight=100)
-    tree = Tree(page_size=1, policy=policy)
-    key = list(range(30))
-    tree.insert(key, range(1, 11), state=1, length=10)
-    tree.insert(key, range(1, 21), length=20)
-    tree.insert([*key[:20], 99], range(1, 22))  # parts at 20: a node without a state
-    tree.insert(key, range(1, 31), state=2)
-    entry = next(node for node in tree.radix if node.state == 2)
+    tree, entry = state_at(30, 10, 30, fork=20)
     assert entry.parent is not None and (entry.end, entry.parent.end) == (30, 20)
-    whole = Tree(page_size=1, policy=policy)
-    whole.insert(key, range(1, 11), state=1, length=10)
-    whole.insert(key, range(1, 31), state=2)
-    twice = next(node for node in whole.radix if node.state == 2)
+    other, twice = state_at(30, 10, 30)
     assert twice.parent is not None and (twice.end, twice.parent.end) == (30, 10)
-    near, far = policy.state_score(entry), policy.state_score(twice)
-    assert near == far > 0
-    alone = Tree(page_size=1, policy=policy)
-    alone.insert(key, range(1, 31), state=2)
-    assert policy.state_score(next(iter(alone.radix))) > far
+    near, same = tree.policy.state_score(entry), other.policy.state_score(twice)
+    assert near == same > 0
+    farther, alone = state_at(30, 30)
+    assert farther.policy.state_score(alone) == pytest.approx(1.5 * near, rel=1e-6)
 
 
 # KV bytes a token, and MiB of a state with 32-bit and with 16-bit recurrent parts.
