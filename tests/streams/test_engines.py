@@ -22,6 +22,7 @@ from streams.bench import LAYOUT, Bench, apply, some_ids
 
 LAYERS = len(LAYOUT.layers)
 KINDS = ["threads", "virtual", "device, batched", "device, staged", "two ranks"]
+VIRTUAL = ("virtual", "two ranks")
 if torch.cuda.is_available():
     KINDS.append("cuda")
 
@@ -54,7 +55,7 @@ class Gate:
     """
 
     def __init__(self, bench: Bench) -> None:
-        self._threads = bench.kind not in ("virtual", "two ranks")
+        self._threads = bench.kind not in VIRTUAL
         self._event = threading.Event()
         self.began = threading.Event()
         self._fence = Fence()
@@ -196,7 +197,7 @@ class TestOrder:
             for n, p in enumerate([1, 0, 1, 0, 2], start=1)
         ]
         hold = threading.Event()
-        if bench.kind != "virtual":  # else the worker runs the first before the next is ready
+        if bench.kind not in VIRTUAL:  # else the worker runs the first before the next is ready
             engine.submit(CopyBatch("d2h", (backup(bench, [9], [9]),), label="hold"))
             engine.fault = lambda ticket, _: (
                 hold.wait(10) if ticket.batch.label == "hold" else order.append(ticket.batch.label)

@@ -214,6 +214,17 @@ def test_a_pass_that_arrives_late_takes_nothing_along(bed: Bed) -> None:
     assert up.state is TicketState.DONE
 
 
+def test_an_event_that_the_ranks_do_not_know_is_waited_for_at_the_head(bed: Bed) -> None:
+    fence = Fence()
+    copy = bed.submit("d2h", bed.backup(1, 2), after=(fence,))
+    fence.mark_recorded("an event of some device")
+    bed.clock.run()
+    assert not copy.placed.passed and not bed.ranks.orders[0].sent
+    fence.mark_passed()
+    bed.clock.run()
+    assert copy.state is TicketState.DONE
+
+
 def test_a_stream_waits_only_for_what_the_ranks_know(bed: Bed) -> None:
     stream = RankedStream("forward", bed.head)
     assert stream.record().passed, "nothing has begun"

@@ -70,11 +70,6 @@ class Rank:
         return f"Rank({self.number}, {self._received} orders, {len(self._tickets)} copies)"
 
     @property
-    def received(self) -> int:
-        """How many orders were carried out: what a pass of the head may rely on."""
-        return self._received
-
-    @property
     def remembered(self) -> int:
         """Copies and passes of which the head may yet speak."""
         return len(self._tickets) + len(self._passes)

@@ -37,7 +37,8 @@ from phloem.errors import CopyCancelled, CopyFailed, EngineDead, InvalidRequest
 __all__ = ["RankedEngine", "RankedStream", "Wire"]
 
 Wire = Callable[[Order], None]
-"""Sends an order to one rank. Orders must arrive there, once each and in the order sent."""
+"""Sends an order to one rank: it must arrive there, once, in the order sent. Must not raise: what
+cannot be sent is a rank that is lost."""
 
 _GRAVITY = ("done", "cancelled", "failed", "dead")  # the heaviest outcome of a rank is that of all
 
@@ -79,11 +80,6 @@ class RankedEngine(Dispatcher):
         self._running: dict[int, set[int]] = {}  # the ranks that have not ended a pass
         self._pass_fences: dict[int, Fence] = {}
 
-    @property
-    def orders(self) -> int:
-        """How many orders were sent to each rank."""
-        return self._sent
-
     def close(self) -> None:
         """See `CopyEngine.close`; the ranks are told to end what they have."""
         if self._closed:
@@ -119,7 +115,13 @@ class RankedEngine(Dispatcher):
         self._post(self._serve)
 
     def _when_met(self, fence: Fence, fn: Callable[[], None]) -> None:
-        fence.add_recorded_hook(fn)
+        def look() -> None:
+            if fence.passed or _is_known(fence):
+                fn()
+            else:  # an event that means nothing to the ranks
+                fence.add_hook(fn)
+
+        fence.add_recorded_hook(look)
 
     def _serve(self) -> None:
         for channel in CHANNELS:
@@ -130,7 +132,7 @@ class RankedEngine(Dispatcher):
         # Unlike an engine of one device this one may be dead or closed while copies still run.
         ours = {one.quiesced for one in self._open.values()}
         for fence in waited_for(ticket.batch):
-            if not fence.passed and (fence in ours or isinstance(fence.event, PassOver)):
+            if not fence.passed and (fence in ours or _is_known(fence)):
                 fence.add_hook(partial(self._post, partial(self._end_unstarted, ticket, error)))
                 return
         super()._end_unstarted(ticket, error)
@@ -295,6 +297,10 @@ class RankedStream:
         if not fence.passed:
             mark_of(fence)
             self._waits.append(fence)
+
+
+def _is_known(fence: Fence) -> bool:
+    return isinstance(fence.event, CopyLanded | PassOver)
 
 
 def mark_of(fence: Fence) -> Mark:
