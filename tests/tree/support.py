@@ -137,7 +137,7 @@ class World:
         pages = array("i", self.kv.take(count, CALLER))
         self.fill(key, start, pages)
         slot = NO_SLOT
-        if state:
+        if state and self.tree.has_states:
             (slot,) = self.states.take(1, CALLER)
             self.states.content[slot] = (key.root, key.data[: length * TOKEN_BYTES])
         spans = self.take_spans(key, length, count if tail is None else tail)
