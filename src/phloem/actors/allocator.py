@@ -30,7 +30,7 @@ from phloem.actors.messages import (
     Ripe,
     Withdraw,
 )
-from phloem.actors.tree.results import SpanFigures
+from phloem.actors.refusals import pool_figures
 from phloem.actors.tree.tree import TreeFigures
 from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, NoRoom, PoolFigures, StaleHandle
@@ -429,47 +429,8 @@ class AllocatorActor:
         self, pages: int, states: int, spans: Sequence[int] = ()
     ) -> tuple[PoolFigures, ...]:
         """The pools as a refusal of `pages`, `states` and pages of span components reports them."""
-        kv, state, tree = self._ledger.kv, self._ledger.state, self._view.figures()
-        pages_arriving, states_arriving = self._view.arriving()
-        return (
-            PoolFigures(
-                "kv",
-                pages,
-                kv.extent,
-                kv.room,
-                kv.parked,
-                tree.pages_evictable,
-                tree.pages_protected,
-                kv.granted - pages_arriving,
-                tree.pages_leaving + pages_arriving,
-                kv.place_bytes,
-                kv.room - kv.free,
-            ),
-            PoolFigures(
-                "state",
-                states,
-                state.extent,
-                state.room,
-                state.parked,
-                tree.states_evictable,
-                tree.states_protected,
-                state.granted - states_arriving,
-                tree.states_leaving + states_arriving,
-                state.place_bytes,
-                state.room - state.free,
-            ),
-            *self._span_figures(spans, tree.spans),
-        )
-
-    def _span_figures(
-        self, spans: Sequence[int], held: Sequence[SpanFigures]
-    ) -> Iterator[PoolFigures]:
-        asked = (*spans, *(0 for _ in self._ledger.spans))
-        for number, (pool, tree) in enumerate(zip(self._ledger.spans, held, strict=True)):
-            yield PoolFigures(
-                *(pool.component, asked[number], pool.size, pool.free, pool.parked),
-                *(tree.evictable, tree.protected, pool.granted, 0, pool.place_bytes),
-            )
+        asked = (pages, states, *spans)
+        return pool_figures(asked, self._ledger, self._view.figures(), self._view.arriving())
 
     # -- giving back ---------------------------------------------------------------------------
 

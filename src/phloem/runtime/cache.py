@@ -11,17 +11,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 import anyio
-import msgspec
 import torch
 
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
-from phloem.actors.ledger import Pool
 from phloem.actors.tree.dump import Dump
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
 from phloem.actors.tree.policies import Policy
-from phloem.actors.tree.tree import Evicted, InsertResult, Match, TreeFigures
+from phloem.actors.tree.tree import Evicted, InsertResult, Match
 from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, LoopPoster, Post, Stream
@@ -54,6 +52,7 @@ from phloem.runtime.observe.counts import Counts
 from phloem.runtime.observe.explain import Explanation, explain_live
 from phloem.runtime.opening import RequestOptions, open_message, undo_lease
 from phloem.runtime.request import Request
+from phloem.runtime.stats import PoolStats, Stats, pool_stats
 from phloem.runtime.step import Step
 from phloem.runtime.tracing import caller_context, several
 
@@ -61,42 +60,6 @@ if TYPE_CHECKING:
     from phloem.runtime.observe.metrics import MetricsServer
 
 __all__ = ["CacheRuntime", "PoolStats", "Stats"]
-
-
-class PoolStats(msgspec.Struct, frozen=True):
-    """One pool: free + parked + tree + granted = size."""
-
-    size: int
-    free: int
-    parked: int
-    tree: int
-    granted: int
-
-
-class Stats(msgspec.Struct, frozen=True):
-    """The runtime in numbers, at one instant."""
-
-    kv: PoolStats
-    state: PoolStats
-    spans: dict[str, PoolStats]
-    """The pools of other components, by name."""
-    tree: TreeFigures
-    requests: int
-    waiting: int
-    copies_in_flight: int
-    turns: int
-    actions: dict[str, int]
-    refused_checkpoints: int
-    leases_leaked: int
-    host_kv: PoolStats | None
-    host_state: PoolStats | None
-    """The pools of the host tier; None when it is off."""
-    host_bytes: int
-    """What they take, all told."""
-    tokens_loaded: int
-    """Tokens that requests reused from the host tier."""
-    near: str
-    """Where the copy threads of a device are bound to CPUs near it, or why not; empty without."""
 
 
 class CacheRuntime:
@@ -489,11 +452,11 @@ class CacheRuntime:
     def _stats_of(self, core: Core) -> Stats:
         host = core.host_ledger
         return Stats(
-            kv=_pool_stats(core.ledger.kv),
-            state=_pool_stats(core.ledger.state),
-            spans={pool.component: _pool_stats(pool) for pool in core.ledger.spans},
-            host_kv=None if host is None else _pool_stats(host.kv),
-            host_state=None if host is None else _pool_stats(host.state),
+            kv=pool_stats(core.ledger.kv),
+            state=pool_stats(core.ledger.state),
+            spans={pool.component: pool_stats(pool) for pool in core.ledger.spans},
+            host_kv=None if host is None else pool_stats(host.kv),
+            host_state=None if host is None else pool_stats(host.state),
             host_bytes=0 if self.host_pools is None else self.host_pools.nbytes,
             tokens_loaded=core.tokens_loaded,
             tree=core.tree.figures(),
@@ -559,7 +522,3 @@ class CacheRuntime:
 
 def _undo_nothing(answer: object) -> None:
     del answer
-
-
-def _pool_stats(pool: Pool) -> PoolStats:
-    return PoolStats(pool.extent, pool.room, pool.parked, pool.tree, pool.granted)

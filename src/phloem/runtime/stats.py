@@ -1,0 +1,51 @@
+"""The runtime in numbers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phloem.actors.ledger import Pool
+from phloem.actors.tree.results import TreeFigures
+
+__all__ = ["PoolStats", "Stats", "pool_stats"]
+
+
+class PoolStats(msgspec.Struct, frozen=True):
+    """One pool: free + parked + tree + granted = size."""
+
+    size: int
+    free: int
+    parked: int
+    tree: int
+    granted: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """The runtime in numbers, at one instant."""
+
+    kv: PoolStats
+    state: PoolStats
+    spans: dict[str, PoolStats]
+    """The pools of other components, by name."""
+    tree: TreeFigures
+    requests: int
+    waiting: int
+    copies_in_flight: int
+    turns: int
+    actions: dict[str, int]
+    refused_checkpoints: int
+    leases_leaked: int
+    host_kv: PoolStats | None
+    host_state: PoolStats | None
+    """The pools of the host tier; None when it is off."""
+    host_bytes: int
+    """What they take, all told."""
+    tokens_loaded: int
+    """Tokens that requests reused from the host tier."""
+    near: str
+    """Where the copy threads of a device are bound to CPUs near it, or why not; empty without."""
+
+
+def pool_stats(pool: Pool) -> PoolStats:
+    """A pool as it is now."""
+    return PoolStats(pool.extent, pool.room, pool.parked, pool.tree, pool.granted)
