@@ -93,7 +93,8 @@ class RequestOpened(Event, frozen=True, gc=False, kw_only=True):
     node in which the KV prefix ends (0: none). What is lost as `evicted` made room for
     `evicted_by` when the tree had counted `evicted_at` uses. The device alone can serve `device` of
     the usable tokens (None: all); the rest is loaded from the host. `state_tier` says where the
-    state at the boundary is.
+    state at the boundary is. `alternatives`: the ways that were weighed, where their costs are
+    known: load, recompute or wait; the tokens that each saves; its seconds to the prompt's end.
     """
 
     tokens: int
@@ -110,6 +111,7 @@ class RequestOpened(Event, frozen=True, gc=False, kw_only=True):
     evicted_at: int = 0
     device: int | None = None
     state_tier: str = ""
+    alternatives: list[tuple[str, int, float]] = []
 
 
 class Acquired(Event, frozen=True, gc=False, kw_only=True):

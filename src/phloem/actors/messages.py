@@ -87,7 +87,10 @@ class Acquire(Message, frozen=True, gc=False, eq=False):
 
 
 class Open(Message, frozen=True, gc=False, eq=False):
-    """Acquire for a request that computes on, and say which positions are wanted."""
+    """Acquire for a request that computes on, and say which positions are wanted.
+
+    `join`: it is going to wait while another request computes what it needs.
+    """
 
     key: TokenKey
     limit: int
@@ -97,6 +100,7 @@ class Open(Message, frozen=True, gc=False, eq=False):
     session_ends: int = 0
     priority: int = 0
     keep_until: int = 0
+    join: bool = False
 
 
 class StandOn(Message, frozen=True, gc=False, eq=False):

@@ -74,6 +74,7 @@ class Teller:
                 evicted_at=match.evicted_at,
                 device=match.device,
                 state_tier=match.state_tier,
+                alternatives=[(one.way, one.boundary, one.seconds) for one in match.alternatives],
             )
         )
         self.taken(lease)

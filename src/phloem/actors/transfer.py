@@ -53,7 +53,9 @@ class TransferActor:
         pools: DevicePools,
         emit: Sink | None = None,
         host: HostPools | None = None,
+        loaded: Callable[[int, float], None] | None = None,
     ) -> None:
+        """`loaded` is told how many bytes each load brought, and in how many seconds."""
         self._domain = domain
         self._engine = engine
         self._pools = pools
@@ -63,6 +65,7 @@ class TransferActor:
         self._tickets: dict[int, _Copy] = {}
         self._writers: dict[int, tuple[Fence, ...]] = {}  # by state slot
         self._by_layer: list[tuple[int, RowPool]] | None = None
+        self._loaded = loaded
         self._writing: list[Fence] = []  # steps that may still write what was published
         self.handlers: Handlers = {
             CopyState: self._on_copy_state,
@@ -294,6 +297,10 @@ class TransferActor:
         del self._tickets[op]
         tickets = [ticket for _, ticket in copy.tickets]
         error = next((ticket.error for ticket in tickets if ticket.error is not None), None)
+        if self._loaded is not None and error is None and tickets[0].batch.channel == "h2d":
+            began, over = tickets[0].started_ns, tickets[-1].ended_ns
+            if began is not None and over is not None:
+                self._loaded(sum(one.batch.nbytes for one in tickets), (over - began) / 1e9)
         if self._emit is not None:
             begun = tickets[0].submitted_ns
             self._emit(

@@ -281,7 +281,7 @@ class CacheRuntime:
         `options` are those of `RequestOptions`. `join` first waits, up to `join_timeout` seconds,
         for another request that is computing the same prefix (see `Request.join`).
         """
-        request = await self.open_request(tokens, **options)
+        request = await self._open_request(tokens, options, join=join)
         try:
             if join:
                 await request.join(timeout=join_timeout)
@@ -295,8 +295,13 @@ class CacheRuntime:
         Raises `InvalidRequest` for bad tokens or options and for the name of a running request. A
         cancelled caller leaves nothing behind.
         """
+        return await self._open_request(tokens, options)
+
+    async def _open_request(
+        self, tokens: Tokens, options: RequestOptions, *, join: bool = False
+    ) -> Request:
         core = self.core
-        message = open_message(core, tokens, options)
+        message = open_message(core, tokens, options, join=join)
         if message.owner in core.requests:
             raise InvalidRequest(f"request {message.owner!r} is running")
         opened = await core.domain.call(core.tree_actor, message, undo_lease(core))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Literal
+
 import msgspec
 
 from phloem.actors.tree.components import Components
@@ -39,10 +42,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `audit_nodes`: after each turn of the tree so many of its nodes are audited, round after round;
     for debugging. A broken one stops the runtime with `CacheCrashed`. 0: only on demand.
 
-    `host_bytes` (likewise) is the host tier's, for pages and states together; 0
-    leaves it off. `write_policy` says when data is copied there: "write_through" at its first use,
-    "selective" at its second, "write_back" when it leaves the device. The states named in
-    `int8_states` are kept there as 8-bit codes, the others exactly.
+    `host_bytes` (likewise) is the host tier's, for pages and states together; 0 leaves it off.
+    `loads`: whether what is there is loaded "always", or only where that is the
+    "cheapest" way to the end of a prompt, by `prefill_tokens_per_s` and `load_bytes_per_s`, or by
+    what passes and loads are measured to take where these are 0.
+
+    `write_policy` says when data is copied there: "write_through" at its first use, "selective" at
+    its second, "write_back" when it leaves the device. The states named in `int8_states` are kept
+    there as 8-bit codes, the others exactly.
     """
 
     layout: ModelLayout
@@ -54,6 +61,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device_bytes: int | str = 0
     snapshot_slots: int = 1
     host_bytes: int | str = 0
+    loads: Literal["always", "cheapest"] = "always"
+    prefill_tokens_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
     write_policy: WritePolicy = "write_through"
     int8_states: tuple[str, ...] = ()
     eviction: str = "lru"
@@ -74,6 +84,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         policy_named(self.eviction)
         parse_bytes(self.host_bytes)
         parse_bytes(self.device_bytes)
+        if self.loads not in ("always", "cheapest"):
+            raise InvalidRequest(f"loads is {self.loads!r}; there are 'always' and 'cheapest'")
+        for name in ("prefill_tokens_per_s", "load_bytes_per_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; 0: it is measured")
         if self.write_policy not in BACKUP_HITS:
             raise InvalidRequest(
                 f"no write policy {self.write_policy!r}; there are {[*BACKUP_HITS]}"

@@ -29,6 +29,7 @@ from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
 from phloem.events import Context, Sink
 from phloem.runtime.checks import integer
 from phloem.runtime.config import CacheConfig
+from phloem.runtime.costs.estimates import Estimates
 
 if TYPE_CHECKING:
     from phloem.runtime.request import Request
@@ -98,7 +99,11 @@ class Core:
             self._gives_back_by_itself,
         )
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
-        self.transfer = TransferActor(self.domain, engine, pools, emit, host)
+        self.estimates = _estimates_of(config, pools) if host is not None else None
+        loaded = None if self.estimates is None else self.estimates.loaded
+        self.transfer = TransferActor(self.domain, engine, pools, emit, host, loaded)
+        if self.estimates is not None and self.tree_actor.tiers is not None:
+            self.tree_actor.tiers.weigh_by(self.estimates)
         self.tree_actor.connect(self.allocator, self.transfer, self.host_allocator)
         if self.host_allocator is not None:
             self.host_allocator.connect(self.tree_actor)
@@ -119,6 +124,13 @@ class Core:
         border = self.tree_actor.border
         moves = border is not None and border.busy
         return self.tree.sweeping or bool(self.tree.operations.live) or moves
+
+    def watch_pass(self, tokens: int, fence: Fence) -> None:
+        """A pass over so many tokens was launched: its time counts, if anybody asks for costs."""
+        estimates = self.estimates
+        if estimates is not None:
+            launched = self._seconds()
+            fence.add_callback(lambda: estimates.computed(tokens, launched, self._seconds()))
 
     def clock(self) -> int:
         """Milliseconds of the loop's clock; sessions and priorities end by it."""
@@ -353,6 +365,17 @@ class Core:
             if self.allocator.waiting:
                 context = self.domain.caller_context()
                 self.domain.send(self.allocator, m.Withdraw(request.id), context)
+
+
+def _estimates_of(config: CacheConfig, pools: DevicePools) -> Estimates | None:
+    if config.loads == "always":
+        return None
+    return Estimates(
+        pools.page_bytes,
+        pools.slot_bytes,
+        prefill_tokens_per_s=config.prefill_tokens_per_s,
+        load_bytes_per_s=config.load_bytes_per_s,
+    )
 
 
 def _ledger_of(pools: DevicePools) -> Ledger:

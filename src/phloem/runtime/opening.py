@@ -41,7 +41,9 @@ class RequestOptions(TypedDict, total=False):
     keep_for: float | None
 
 
-def open_message(core: Core, tokens: Tokens, options: RequestOptions) -> m.Open:
+def open_message(
+    core: Core, tokens: Tokens, options: RequestOptions, *, join: bool = False
+) -> m.Open:
     """The message that opens a request. Raises `InvalidRequest` for anything that is wrong."""
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
@@ -62,6 +64,7 @@ def open_message(core: Core, tokens: Tokens, options: RequestOptions) -> m.Open:
         _ends(core, "session_ttl", options.get("session_ttl")),
         integer("priority", options.get("priority", 0)),
         _ends(core, "keep_for", options.get("keep_for")),
+        join,
     )
 
 

@@ -165,6 +165,8 @@ class TreeActor:
             priority=message.priority,
             keep_until=message.keep_until,
         )
+        if self.tiers is not None:
+            match = self.tiers.choose(lease, match, may_wait=message.join)
         if self._tell is not None:
             self._tell.opened(message, lease, match)
         return (lease, match) if self.tiers is None else self.tiers.answer(lease, match)

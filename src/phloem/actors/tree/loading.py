@@ -14,6 +14,7 @@ from phloem.actors.actions import (
     Places,
     Reserve,
 )
+from phloem.actors.tree.choosing import Load
 from phloem.actors.tree.components import kv_may_go, state_may_go
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.host import part_of
@@ -55,6 +56,46 @@ class LoadingTree(SheddingTree):
                 self._plan_load(lease, actions)
             self._plan_backups(lease.anchor, actions)
         return lease.load, actions
+
+    def loadable(self, lease: Lease) -> list[Load]:
+        """The boundaries on a lease's path that need a load, the deepest first.
+
+        None while a load over the path is on its way: then there is nothing to choose.
+        """
+        found: list[Load] = []
+        missing, at = 0, lease.anchor
+        below: list[tuple[Node, int]] = []
+        while at.parent is not None:
+            part = at.host
+            if part is not None and (part.kv_load or part.state_load):
+                return []
+            if not at.page_ids:
+                missing += len(at.edge) // self.radix.page_bytes
+            below.append((at, missing))
+            at = at.parent
+        for node, so_far in below:
+            part = node.host
+            if not self.has_states:
+                return [Load(node.end, missing, 0)] if missing else []
+            if node.state != NO_SLOT:
+                break
+            if part is not None and part.state != NO_SLOT:
+                own = 0 if node.page_ids else len(node.edge) // self.radix.page_bytes
+                pages = missing - so_far + own
+                found.append(Load(node.end, pages, 1))
+        return found
+
+    def settle(self, lease: Lease, boundary: int) -> None:
+        """Move a lease up to a boundary on its path, since what is below costs more than it saves.
+
+        `boundary` is one of `loadable`, or what the device has; before its load is planned.
+        """
+        self.check_lease(lease)
+        assert not lease.load and boundary <= lease.boundary
+        at = lease.anchor
+        while at.parent is not None and at.end > boundary:
+            at = at.parent
+        self.leases.move(lease, at, 0, with_state=lease.has_state)
 
     def _plan_load(self, lease: Lease, actions: Actions) -> None:
         anchor = lease.anchor

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from phloem.actors.actions import Component, Ids, Tier
+from phloem.actors.tree.choosing import Alternative
 from phloem.actors.tree.components import SPANS
 
 __all__ = [
@@ -43,6 +44,8 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     to make room for `evicted_by`; `forgotten` ones were probably there, too long ago to say.
     `state_tier`: where the state at `usable` is, the device if it is there, too. `short` tokens
     beyond `usable` could be reused but for a span component, `short_of`, evicted in front of them.
+    `alternatives`: the ways that were weighed when the match was opened, where their costs were
+    known; `usable` is then what the chosen one reuses at once.
     """
 
     tokens: int
@@ -59,6 +62,7 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     evicted_at: int = 0
     short: int = 0
     short_of: str = ""
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def host(self) -> int:

@@ -15,6 +15,7 @@ from phloem.actors.actions import TREE, Action, Reserve
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
 from phloem.actors.telling import Teller
+from phloem.actors.tree.choosing import Ahead, Costs, alternatives, cheapest
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.results import Ended, Kept, Match
@@ -45,6 +46,7 @@ class Tiering:
         self._ledgers = {"device": device, "host": host}
         self._dispatch = dispatch
         self._host_allocator: Actor | None = None
+        self._costs: Costs | None = None  # None: what the host has is loaded
         # By operation: leases whose holders are answered when it is known whether there is room.
         self._answers: dict[int, list[tuple[Lease, Match, Reply]]] = {}
         self._loading: dict[int, list[Reply]] = {}  # by lease: who waits for its load
@@ -65,6 +67,38 @@ class Tiering:
         return self._ledgers["host"]
 
     # -- plans ---------------------------------------------------------------------------------
+
+    def weigh_by(self, costs: Costs) -> None:
+        """From now on a load is planned only where it is the cheapest way."""
+        self._costs = costs
+
+    def choose(self, lease: Lease, match: Match, *, may_wait: bool) -> Match:
+        """Give up a load that takes longer than it saves, and say what was weighed.
+
+        `may_wait`: the holder is going to wait for who computes what it needs. The lease stands on
+        what the chosen way reuses at once.
+        """
+        if self._costs is None or not match.host:
+            return match
+        loads = self._tree.loadable(lease)
+        if not loads:
+            return match
+        found = self._tree.running.leader_of(lease)
+        ahead = None if found is None else Ahead(found[0].anchor.end, found[1])
+        if ahead is not None and ahead.until <= lease.boundary:
+            ahead = None
+        ways = alternatives(match.device, match.looked_up, loads, ahead, self._costs)
+        best = cheapest(ways, may_wait=may_wait)
+        if best is None:
+            return match
+        if best.way == "load":
+            match = structs.replace(match, usable=best.boundary)
+        else:
+            tier = "device" if match.device and match.state_tier else ""
+            match = structs.replace(match, usable=match.device, state_tier=tier)
+        if match.usable < lease.boundary:
+            self._tree.settle(lease, match.usable)
+        return structs.replace(match, alternatives=ways)
 
     def answer(self, lease: Lease, match: Match, *, wait: bool = True) -> object:
         """Plan what a lease just taken leads to, and answer its caller when room is certain.

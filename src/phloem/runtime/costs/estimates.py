@@ -1,0 +1,89 @@
+"""Running estimates of what loads and prefills take, from what they took so far."""
+
+from __future__ import annotations
+
+from phloem.errors import InvalidRequest
+
+__all__ = ["Estimates"]
+
+_ENOUGH = 4  # measurements before an estimate counts
+_WEIGHT = 1 / 8  # of the newest
+_PREFILL_MIN = 64  # tokens: passes of fewer are decodes, which take a pass's fixed cost each
+
+
+class _Rate:
+    """Units for each second, as a moving average; None until measured often enough."""
+
+    def __init__(self, given: float) -> None:
+        self._given = given
+        self._seconds_each = 0.0
+        self._count = 0
+
+    @property
+    def value(self) -> float | None:
+        if self._given:
+            return self._given
+        return 1 / self._seconds_each if self._count >= _ENOUGH and self._seconds_each else None
+
+    def measured(self, units: int, seconds: float) -> None:
+        each = seconds / units
+        self._count += 1
+        weight = max(_WEIGHT, 1 / self._count)
+        self._seconds_each += weight * (each - self._seconds_each)
+
+
+class Estimates:
+    """What a load and a prefill take. Rates that are given (above 0) stand; others are measured."""
+
+    def __init__(
+        self,
+        page_bytes: int,
+        slot_bytes: int,
+        *,
+        prefill_tokens_per_s: float = 0.0,
+        load_bytes_per_s: float = 0.0,
+    ) -> None:
+        for rate in (prefill_tokens_per_s, load_bytes_per_s):
+            if rate < 0:
+                raise InvalidRequest(f"a rate of {rate} for each second; 0: it is measured")
+        self._page_bytes = page_bytes
+        self._slot_bytes = slot_bytes
+        self._prefill = _Rate(prefill_tokens_per_s)
+        self._load = _Rate(load_bytes_per_s)
+        self._busy_until = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """None: not known yet."""
+        return self._prefill.value
+
+    @property
+    def load_bytes_per_s(self) -> float | None:
+        """None: not known yet."""
+        return self._load.value
+
+    def load_s(self, pages: int, states: int) -> float | None:
+        """Seconds of a load from the host."""
+        rate = self._load.value
+        nbytes = pages * self._page_bytes + states * self._slot_bytes
+        return None if rate is None else nbytes / rate
+
+    def prefill_s(self, tokens: int, after: int) -> float | None:
+        """Seconds of a prefill of the tokens from `after` up to `tokens`."""
+        rate = self._prefill.value
+        return None if rate is None else max(0, tokens - after) / rate
+
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        """A load took so long."""
+        if nbytes and seconds > 0:
+            self._load.measured(nbytes, seconds)
+
+    def computed(self, tokens: int, launched: float, over: float) -> None:
+        """A pass was launched, and was over, at these seconds of one clock.
+
+        Passes run one after another: one that waited for the one before began when that was over.
+        """
+        began = max(launched, self._busy_until)
+        self._busy_until = max(self._busy_until, over)
+        if tokens >= _PREFILL_MIN and over > began:
+            self._prefill.measured(tokens, over - began)

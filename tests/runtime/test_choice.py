@@ -1,0 +1,166 @@
+"""What the host has is loaded where that is the cheapest way, and what was weighed is told."""
+
+from __future__ import annotations
+
+import pytest
+from serving import PAGE, House, compute, house, run, serve
+
+from phloem import InvalidRequest
+from phloem.events import RequestOpened
+from phloem.runtime.costs.estimates import Estimates
+
+PROMPT = run(1, 4 * PAGE + 1)
+HOST = {"pages": 24, "states": 12, "host_bytes": "1MiB"}
+
+
+async def only_on_the_host(here: House, *ends: int) -> None:
+    """`PROMPT` is on the host and nowhere else, with states at its end and at `ends`."""
+    for end in (*ends, len(PROMPT)):
+        await serve(here, PROMPT[:end])
+        await here.settled()
+    await here.cache.evict(pages=99, states=99)
+    match = await here.cache.match(PROMPT)
+    assert (match.device, match.host) == (0, 4 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "load", "usable"), [(1e9, 1e3, 0), (1e3, 1e12, 4 * PAGE), (0.0, 0.0, 4 * PAGE)]
+)
+async def test_what_takes_longer_to_load_than_to_compute_is_computed(
+    prefill: float, load: float, usable: int, inline: bool
+) -> None:
+    async with house(
+        inline=inline,
+        loads="cheapest",
+        prefill_tokens_per_s=prefill,
+        load_bytes_per_s=load,
+        **HOST,
+    ) as here:
+        await only_on_the_host(here)
+        request = await here.cache.open_request(PROMPT)
+        ways = {one.way: one for one in request.match.alternatives}
+        assert request.usable == usable
+        assert set(ways) == ({"load", "recompute"} if prefill else set())
+        (told,) = here.of_type(RequestOpened)[-1:]
+        assert [way for way, _, _ in told.alternatives] == list(ways)
+        if ways:
+            assert ways["recompute"].seconds == pytest.approx(4 * PAGE / prefill)
+            loaded = 4 * here.cache.pools.page_bytes + here.cache.pools.slot_bytes
+            assert ways["load"].seconds == pytest.approx(loaded / load)
+        await request.allocate(len(PROMPT) - request.computed)
+        await request.ready()
+        assert request.computed == usable
+        assert (here.cache.stats().tokens_loaded > 0) == (usable > 0)
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+        await here.cache.audit()
+
+
+async def test_a_shallower_boundary_may_be_the_best(inline: bool) -> None:
+    """The last page costs more to load than to compute; the first three, on the device, nothing."""
+    async with house(
+        inline=inline, loads="cheapest", prefill_tokens_per_s=1e6, load_bytes_per_s=1e6, **HOST
+    ) as here:
+        await only_on_the_host(here, 2 * PAGE + 1)
+        request = await here.cache.open_request(PROMPT[: 2 * PAGE + 1])
+        assert request.usable == 0, "32 bytes for a token: nothing pays"
+        found = request.match.alternatives
+        assert [(one.way, one.boundary) for one in found] == [("load", 2 * PAGE), ("recompute", 0)]
+        request.abort()
+        request = await here.cache.open_request(PROMPT)
+        assert [one.boundary for one in request.match.alternatives] == [4 * PAGE, 2 * PAGE, 0]
+        request.abort()
+
+
+LONGER = [*PROMPT[: 4 * PAGE], *run(200, 4 * PAGE), 1]
+
+
+@pytest.mark.parametrize("join", [True, False])
+async def test_who_may_wait_for_another_request_does_where_that_is_faster(
+    join: bool, inline: bool
+) -> None:
+    """Over a slow link both compute from the start, and who may wait lets the other do it."""
+    async with house(
+        inline=inline, loads="cheapest", prefill_tokens_per_s=1e3, load_bytes_per_s=2e3, **HOST
+    ) as here:
+        await only_on_the_host(here)
+        first = await here.cache.open_request(LONGER)
+        assert first.usable == 0
+        async with here.cache.request(LONGER, join=join, join_timeout=0.01) as second:
+            (told,) = here.of_type(RequestOpened)[-1:]
+            ways = {way: (boundary, seconds) for way, boundary, seconds in told.alternatives}
+            assert ways.keys() == {"load", "wait", "recompute"}
+            assert ways["wait"] == (8 * PAGE, ways["recompute"][1])
+            assert ways["load"][1] > ways["wait"][1]
+            assert second.usable == 0
+        first.abort()
+
+
+async def test_a_load_that_is_on_its_way_is_joined_without_a_choice(inline: bool) -> None:
+    async with house(
+        inline=inline, loads="cheapest", prefill_tokens_per_s=1e3, load_bytes_per_s=1e12, **HOST
+    ) as here:
+        await only_on_the_host(here)
+        here.gate.shut()
+        first = await here.cache.open_request(PROMPT)
+        second = await here.cache.open_request(PROMPT)
+        assert first.match.alternatives and not second.match.alternatives
+        assert (first.usable, second.usable) == (4 * PAGE, 4 * PAGE)
+        here.gate.open()
+        first.abort()
+        second.abort()
+
+
+async def test_rates_are_measured_where_none_are_given(inline: bool) -> None:
+    async with house(inline=inline, loads="cheapest", **HOST) as here:
+        estimates = here.cache.core.estimates
+        assert estimates is not None
+        for _ in range(4):
+            await only_on_the_host(here)
+            await serve(here, PROMPT)
+        assert estimates.load_bytes_per_s is not None and estimates.load_bytes_per_s > 0
+        assert estimates.prefill_tokens_per_s is None, "passes of a few tokens tell nothing"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"loads": "never"}, {"prefill_tokens_per_s": -1.0}, {"load_bytes_per_s": float("nan")}],
+)
+async def test_wrong_settings_are_refused(wrong: dict[str, object], inline: bool) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        async with house(inline=inline, **HOST, **wrong):
+            pass
+
+
+# -- estimates -------------------------------------------------------------------------------------
+
+
+def test_an_estimate_needs_more_than_one_measurement_and_follows_the_newest() -> None:
+    costs = Estimates(100, 1000)
+    for _ in range(3):
+        costs.loaded(2000, 1.0)
+        assert costs.load_s(1, 1) is None
+    costs.loaded(2000, 1.0)
+    assert costs.load_s(5, 1) == pytest.approx(1500 / 2000)
+    for _ in range(60):
+        costs.loaded(4000, 1.0)
+    assert costs.load_bytes_per_s == pytest.approx(4000, rel=0.01)
+
+
+def test_passes_that_queue_are_timed_one_after_another() -> None:
+    costs = Estimates(100, 1000)
+    for number in range(4):
+        costs.computed(100, 0.0, number + 1.0)  # all launched at once, each a second long
+    assert costs.prefill_s(250, 50) == pytest.approx(2.0)
+    costs.computed(1, 4.0, 9.0)  # a decode
+    assert costs.prefill_tokens_per_s == pytest.approx(100)
+
+
+def test_what_is_given_is_not_measured() -> None:
+    costs = Estimates(100, 1000, prefill_tokens_per_s=10, load_bytes_per_s=50)
+    for _ in range(9):
+        costs.loaded(2000, 1.0)
+        costs.computed(100, 0, 1)
+    assert (costs.prefill_s(20, 0), costs.load_s(0, 1)) == (2, 20)
+    with pytest.raises(InvalidRequest, match="rate"):
+        Estimates(1, 1, load_bytes_per_s=-1)
