@@ -6,11 +6,13 @@ can check what it reads.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
+from phloem.actors.actions import TREE
 from phloem.errors import InvalidRequest, NoRoom
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
@@ -203,3 +205,34 @@ def test_pools_of_a_window_are_adopted() -> None:
     assert made.nbytes == pools.nbytes
     with pytest.raises(InvalidRequest, match="no pages for window"):
         DevicePools.allocate(ATTENTION, pages=9, states=0, page_size=PAGE)
+
+
+async def test_a_window_that_a_pass_reads_stays_until_it_is_over() -> None:
+    """Though its request's checkpoint has left it behind meanwhile."""
+    gate = threading.Event()
+    async with CacheRuntime(config(ATTENTION)) as cache:
+        tokens = list(range(1, 41))
+        await serve(cache, [*tokens[:24], 99], 8)
+        stream = cache.worker_stream("model")
+        try:
+            async with cache.request(tokens) as request:
+                assert request.computed == 24
+                await request.allocate(16)
+                await request.ready()
+                read = request.span_table("window")[4:6]
+                pool = cache.core.ledger.pool("window")
+                with cache.step([request], stream=stream) as step:
+                    stream.run(gate.wait)
+                    step.launched({request: 40})
+                await request.checkpoint()
+                assert request.boundary == 40
+                await cache.evict(spans={"window": 64})
+                assert [pool.owner_of(page) for page in read] == [TREE, TREE]
+                gate.set()
+                await step.over()
+                await cache.evict(spans={"window": 64})
+                assert TREE not in [pool.owner_of(page) for page in read]
+        finally:
+            gate.set()
+            stream.close()
+        await cache.audit()
