@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: venv demo test check bench bench-peers replay-table fuzz sim mutants gpu-check clean
+.PHONY: venv demo test check check-report bench bench-peers replay-table fuzz sim mutants gpu-check clean
 
 venv: $(READY)
 

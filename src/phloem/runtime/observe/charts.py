@@ -74,11 +74,11 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round figures between two, three to six of them."""
+def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """Round figures between two, at least so far apart; three to six of them where that fits."""
     span = max(high - low, 1e-12)
     unit = 10.0 ** floor(log10(span / 3))
-    step = next(unit * size for size in (1, 2, 5, 10) if span / (unit * size) <= 6)
+    step = max(next(unit * size for size in (1, 2, 5, 10) if span / (unit * size) <= 6), least)
     first = ceil(low / step - 1e-9)
     return [step * n for n in range(first, floor(high / step + 1e-9) + 1)]
 
@@ -94,7 +94,7 @@ def _frame(
 
 def _axes(height: float, times: tuple[float, float], top: float, width: int) -> Iterable[str]:
     low, high = _TOP, height - _BOTTOM
-    for value in _ticks(0.0, top):
+    for value in _ticks(0.0, top, least=1.0):  # pages, slots, tokens: whole ones
         y = high - (high - low) * value / max(top, 1e-12)
         yield f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield (

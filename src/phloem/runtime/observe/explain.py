@@ -11,7 +11,7 @@ import msgspec
 from phloem.actors import messages as m
 from phloem.actors.tree.components import SPANS
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey
-from phloem.actors.tree.node import NO_SLOT
+from phloem.actors.tree.node import state_anywhere
 from phloem.actors.tree.results import Match
 from phloem.errors import InvalidRequest
 from phloem.events import (
@@ -90,7 +90,8 @@ def explain_live(core: Core, key: TokenKey, limit: int) -> Explanation:
     assert isinstance(match, Match)
     page_bytes = core.tree.radix.page_bytes
     walk = core.tree.radix.walk(key, limit // core.config.page_size * page_bytes)
-    bare = [node.end for node in walk.path if node.end > match.usable and node.state == NO_SLOT]
+    beyond = (node for node in walk.path if node.end > match.usable)
+    bare = [node.end for node in beyond if not state_anywhere(node)]
     details: dict[str, list[str]] = {
         "no_state": [f"nodes without a state end at {bare}"] if bare else [],
         "evicted": [_made_room(match.evicted_by, f"use {match.evicted_at} of {core.tree.now}")],
