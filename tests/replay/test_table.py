@@ -27,7 +27,7 @@ CEILINGS = {
 @pytest.fixture(scope="module", params=CEILINGS)
 def work(request: pytest.FixtureRequest) -> Workload:
     name = str(request.param)
-    return prepare(read_trace(HERE / "traces" / f"{name}.jsonl.gz"), name=name)
+    return prepare(read_trace(HERE / "traces" / f"{name}.jsonl.gz", empty=True), name=name)
 
 
 def theirs(name: str, geometry: str, share: int) -> dict[str, float]:

@@ -117,7 +117,7 @@ def _workload(name: str, options: argparse.Namespace) -> Workload:
         )
         requests = read_sessions(path, layout)
     else:
-        requests = read_trace(path)
+        requests = read_trace(path, empty=True)
     return prepare(
         requests, name=path.name.partition(".")[0], block=options.block, limit=options.limit
     )

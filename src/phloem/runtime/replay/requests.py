@@ -79,6 +79,8 @@ def prepare(
     """
     numbers: dict[tuple[int, bytes], int] = {}
     prepared: list[ReplayRequest] = []
+    if block is not None and block < 1:
+        raise InvalidRequest(f"blocks of {block} tokens")
     size = block or 0
     for request in islice(requests, limit):
         own = request.block_size
@@ -97,7 +99,7 @@ def prepare(
             link = (before, words[at : at + step])
             before = numbers.setdefault(link, len(numbers))
             chained.append(before)
-        matchable = min(len(chained), (request.length - 1) // size)
+        matchable = max(0, min(len(chained), (request.length - 1) // size))
         prepared.append(
             ReplayRequest(
                 request.at_s, request.session, chained.tobytes(), matchable, request.length

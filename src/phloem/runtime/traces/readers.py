@@ -287,8 +287,11 @@ class _Agent(msgspec.Struct):
     out: list[int]
 
 
-def read_agent_tokens(path: Path) -> Iterator[TraceRequest]:
-    """Token ids, each prompt as a prefix of an earlier request (input and output) and the rest."""
+def read_agent_tokens(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]:
+    """Token ids, each prompt as a prefix of an earlier request (input and output) and the rest.
+
+    `empty`: also those that have no prompt, only an answer.
+    """
     before: list[TokenIds] = []
     for number, line in _decoded(path, _Agent):
         if not -1 <= line.ref < len(before):
@@ -296,7 +299,7 @@ def read_agent_tokens(path: Path) -> Iterator[TraceRequest]:
         begin = before[line.ref][: line.reuse] if line.ref >= 0 else np.empty(0, np.int32)
         prompt = np.concatenate([begin, np.array(line.new, np.int32)])
         before.append(np.concatenate([prompt, np.array(line.out, np.int32)]))
-        if not len(prompt):
+        if not len(prompt) and not empty:
             continue
         yield TraceRequest(
             at_s=line.t,
@@ -388,12 +391,16 @@ def is_sessions(path: Path) -> bool:
     return _reader_of(path) is read_sessions
 
 
-def read_trace(path: Path) -> Iterator[TraceRequest]:
+def read_trace(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]:
     """The requests of a trace, plain or gzipped, whose format its first line tells.
 
-    Raises `InvalidRequest` for a file of no known format.
+    `empty`: also those without a prompt, whose answers are cached all the same. Raises
+    `InvalidRequest` for a file of no known format.
     """
-    return _reader_of(path)(path)
+    reader = _reader_of(path)
+    if empty and reader is read_agent_tokens:
+        return read_agent_tokens(path, empty=True)
+    return reader(path)
 
 
 def _reader_of(path: Path) -> Callable[[Path], Iterator[TraceRequest]]:

@@ -1,0 +1,87 @@
+"""`phloem replay`: what it prints and writes, that it repeats, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phloem.runtime.cli import main
+
+TRACE = "agent_taubench_airline_tokens"
+
+
+def written(folder: Path, seed: str, jobs: str) -> tuple[bytes, list[dict[str, object]]]:
+    """The decisions and the results of a process of its own, without what a clock measured."""
+    command = [sys.executable, "-m", "phloem", "replay", TRACE, "agentic_coding_sessions"]
+    command += ["--geometry", "marconi7b", "--seed", "7", "--jobs", jobs, "--limit", "40"]
+    command += [f"--policy={name}" for name in ("lru", "benefit", "gdsf", "marconi", "kv-s3fifo")]
+    command += ["--capacity", "60%", "--capacity", "1GiB", "--no-bounds"]
+    command += ["--decisions", str(folder / "d"), "--json", str(folder / "j")]
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    subprocess.run(command, check=True, capture_output=True, timeout=100, env=environment)
+    runs = json.loads((folder / "j").read_bytes())["runs"]
+    timed = {"us_per_eviction", "us_per_victim", "us_per_lookup", "seconds"}
+    kept = [{key: value for key, value in run.items() if key not in timed} for run in runs]
+    return (folder / "d").read_bytes(), kept
+
+
+def test_the_same_seed_decides_the_same_byte_for_byte(tmp_path: Path) -> None:
+    """Whatever the hashes of strings, and in one process or in two."""
+    first, second = tmp_path / "1", tmp_path / "2"
+    first.mkdir()
+    second.mkdir()
+    once, again = written(first, "1", "1"), written(second, "2", "2")
+    assert once == again
+    lines = [json.loads(line) for line in once[0].splitlines()]
+    assert sum("policy" in line for line in lines) == 2 * 5 * 2
+    assert sum("hit" in line for line in lines) == 20 * 40
+
+
+def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.png"
+    capacity = ["--capacity", "50%", "--capacity", "200%"]
+    asked = ["replay", TRACE, "--geometry", "marconi7b", "--policy", "judicious", *capacity]
+    assert main([*asked, "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("judicious", "upper bound", "clairvoyant", "an unbounded cache hits 91.4 %"):
+        assert " ".join(word.split()) in " ".join(shown.split())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--geometry", "mine"], "no geometry 'mine'"),
+        (["--policy", "best"], "no eviction policy 'best'"),
+        (["--policy", "gdsf", "--placement", "branch"], "of its own"),
+        (["--placement", "everywhere"], "everywhere"),
+        (["--placement", "periodic=x"], "'periodic=x' is no placement"),
+        (["--capacity", "0%"], "no share"),
+        (["--capacity", "much"], "much"),
+        (["--states-share", "2"], "share of 2.0"),
+        (["--jobs", "0"], "0 processes"),
+        (["--block", "0"], "blocks of 0"),
+    ],
+)
+def test_a_wrong_call_is_refused(
+    wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", TRACE, "--no-bounds", *wrong]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_placement_counts_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    def states(*options: str) -> float:
+        asked = ["replay", TRACE, "--capacity", "9000%", "--no-bounds", "--json", *options]
+        assert main(asked) == 0
+        return float(json.loads(capsys.readouterr().out)["runs"][0]["states_per_request"])
+
+    assert states("--placement", "end_of_response") <= 1 < states()
+    assert states("--placement", "periodic=64,budget=99") > 2
+    assert states("--states-share", "0.5") == states()
