@@ -76,10 +76,10 @@ class Component:
     name: Name
     may_go: Callable[[Node], bool]
 
-    def reach(self, walk: Walk, count: int, at: int) -> Boundary:
+    def reach(self, walk: Walk, at: int, count: int | None = None) -> Boundary:
         """The deepest boundary of a walk that this component can serve, at or before `at`.
 
-        `count` nodes of the walk's path end there or before.
+        `count` nodes of the walk's path end there or before, by default all.
         """
         raise NotImplementedError
 
@@ -103,9 +103,10 @@ class Kv(Component):
     def __init__(self) -> None:
         self.may_go = kv_may_go
 
-    def reach(self, walk: Walk, count: int, at: int) -> Boundary:
+    def reach(self, walk: Walk, at: int, count: int | None = None) -> Boundary:
         """A walk goes no further than KV does."""
-        return walk.path[count - 1] if count else None, at
+        path = walk.path if count is None else walk.path[:count]
+        return path[-1] if path else None, at
 
     def score_by(self, policy: Policy) -> Callable[[Node], Score]:
         return policy.kv_score
@@ -125,10 +126,10 @@ class State(Component):
     def __init__(self) -> None:
         self.may_go = state_may_go
 
-    def reach(self, walk: Walk, count: int, at: int) -> Boundary:
+    def reach(self, walk: Walk, at: int, count: int | None = None) -> Boundary:
         """The deepest node's end with a state, in whatever tier."""
         del at  # a state is at the end of a node
-        path = walk.path if count == len(walk.path) else walk.path[:count]
+        path = walk.path if count is None else walk.path[:count]
         for node in reversed(path):
             if node.state or (node.host is not None and node.host.state):
                 return node, node.end
@@ -168,12 +169,13 @@ class SpanComponent(Component):
         """The position from which on a node has data; its end when it has none."""
         return node.end - len(node.spans[self.number].page_ids) // ID_BYTES * self.page_size
 
-    def reach(self, walk: Walk, count: int, at: int) -> Boundary:
+    def reach(self, walk: Walk, at: int, count: int | None = None) -> Boundary:
         """See `Component.reach`. One pass upwards, from `at` to the first boundary that is served.
 
         A gap in a node's data serves no boundary within the node: the next one is where it begins.
         """
         path = walk.path
+        count = len(path) if count is None else count
         served, low = count, self.needs_from(at)
         above = path[count - 1].end if count else 0
         if at > above:  # inside the edge where the walk ends
@@ -276,16 +278,16 @@ class Components:
         if there are several.
         """
         lacking, first = "", at
-        anchor, served = self.reach(walk, _ending(walk, at), at)
+        anchor, served = self.reach(walk, at, _ending(walk, at))
         while True:
             at = served
             for span in self.spans:
-                anchor, served = span.reach(walk, _ending(walk, served), served)
+                anchor, served = span.reach(walk, served, _ending(walk, served))
                 if served < first and not lacking:
                     lacking = span.name
             if served == at:
                 return anchor, at, lacking
-            anchor, served = self.reach(walk, _ending(walk, served), served)
+            anchor, served = self.reach(walk, served, _ending(walk, served))
 
 
 def _ending(walk: Walk, at: int) -> int:

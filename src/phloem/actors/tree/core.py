@@ -300,7 +300,7 @@ class TreeCore:
         branch: int | None = None
         state_tier: StateTier = ""
         short, short_of = 0, ""
-        anchor, usable = self._reach(walk, len(walk.path), known)
+        anchor, usable = self._reach(walk, known)
         if self.spans and usable:
             reached = usable
             anchor, usable, short_of = self.components.deepest(walk, usable)

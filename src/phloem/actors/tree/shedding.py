@@ -77,9 +77,13 @@ class SheddingTree(BackingTree):
         the room, for those who will ask what became of their data. `spans`: so many pages of each
         span component, too.
         """
-        if pages < 0 or states < 0 or (spans and min(spans) < 0) or len(spans) > len(self.spans):
-            raise InvalidRequest(f"evict of {pages} pages and {states} states, spans {[*spans]}")
-        gone = self._tally(by)
+        if pages < 0 or states < 0:
+            raise InvalidRequest(f"evict of {pages} pages and {states} states")
+        if spans and (min(spans) < 0 or len(spans) > len(self.spans)):
+            raise InvalidRequest(f"evict of {[*spans]} pages of {len(self.spans)} spans")
+        gone = Tally(by, [])
+        if self.spans:
+            gone.spans = tuple(self.radix.span_pages)
         while gone.pages < pages:
             popped = self.kv_index.pop()
             if popped is None:
@@ -90,12 +94,10 @@ class SheddingTree(BackingTree):
             if popped is None:
                 break
             self._lose_of_state(popped, gone)
-        for span, wanted in zip(self.spans, spans, strict=False):
-            self._evict_span(span, gone.spans[span.number] - wanted, gone)
+        if spans:
+            for span, wanted in zip(self.spans, spans, strict=False):
+                self._evict_span(span, gone.spans[span.number] - wanted, gone)
         return self._evicted(gone)
-
-    def _tally(self, by: str) -> Tally:
-        return Tally(by, [], spans=tuple(self.radix.span_pages)) if self.spans else Tally(by, [])
 
     def evict_bytes(
         self, nbytes: int, *, page_bytes: int, state_bytes: int, states: int = 0, by: str = ""
@@ -112,7 +114,7 @@ class SheddingTree(BackingTree):
                 f"evict of {nbytes} bytes and {states} states, {page_bytes} bytes a page, "
                 f"{state_bytes} a state"
             )
-        gone = self._tally(by)
+        gone = Tally(by, [], spans=tuple(self.radix.span_pages))
         while gone.states < states:
             popped = self.state_index.pop()
             if popped is None:
