@@ -165,7 +165,7 @@ class _Geometry:
         """Whether there is a host tier, how large and how it is written."""
         drawn = rng.choice(("none", "none", *BACKUP_HITS, "write_back"))
         self.host = fixed or drawn
-        self.host_share = rng.choice((0.3, 1.0, 1.0, 3.0))
+        self.host_share = rng.choice((0.3, 0.3, 1.0, 3.0))
         self.eviction = rng.choice(("lru", "lru", *POLICY_NAMES))
 
     def config(self, prompts: Sequence[Prompt]) -> CacheConfig:
