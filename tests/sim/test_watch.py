@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from phloem import CacheConfig, CacheRuntime, Namespace, NoRoom, Request
@@ -230,6 +231,50 @@ def test_the_figures_of_a_refusal_and_the_end_of_a_run_are_told() -> None:
     assert "seed 5, policy task" in str(caught.value)
     assert '"event":"Refused"' in str(caught.value)
     assert "repeat it with: do it again" in str(caught.value)
+
+
+# -- the host tier ---------------------------------------------------------------------------------
+
+HOST = msgspec.structs.replace(CONFIG, host_bytes="1MiB")
+
+
+def test_wrong_bytes_on_the_host_are_seen_at_the_end() -> None:
+    async def scenario(sim: Simulation) -> None:
+        async with sim.runtime(HOST) as cache:
+            await Stage(sim, cache).serve(TOKENS, "first")
+            await asyncio.sleep(1)
+            assert cache.host_pools is not None
+            rows = cache.host_pools.kv_rows
+            parts = next(rows.parts(layer) for layer in range(rows.layers) if rows.parts(layer))
+            parts[0][1:3] += 1
+
+    with pytest.raises(SimulationFailed, match=r"host page [12], layer 0, is of node"):
+        simulate(scenario)
+
+
+def test_a_server_goes_on_when_the_memory_of_the_host_tier_is_refused() -> None:
+    async def scenario(sim: Simulation) -> bool:
+        async with sim.runtime(HOST) as cache:
+            await Stage(sim, cache).serve(TOKENS, "first")
+            return cache.host_pools is None
+
+    outcome = simulate(scenario, faults=Faults(pin_refused=1.0))
+    assert outcome.result
+    assert outcome.injected == {"pin_refused": 1}
+
+
+def test_a_tier_that_goes_away_and_comes_back() -> None:
+    async def scenario(sim: Simulation) -> tuple[int, int]:
+        async with sim.runtime(HOST) as cache:
+            stage = Stage(sim, cache)
+            for number in range(6):
+                await stage.serve([*TOKENS[:8], *range(number, number + 8)], f"r{number}")
+                await asyncio.sleep(sim.rng.random())
+            return sim.injected["tier_away"], cache.stats().tree.host_pages
+
+    outcomes = [simulate(scenario, seed=n, faults=Faults(tier_away=2.0)) for n in range(8)]
+    assert any(away for (away, _) in (outcome.result for outcome in outcomes))
+    assert any(pages for (_, pages) in (outcome.result for outcome in outcomes))
 
 
 # -- the ledger that is rebuilt from events --------------------------------------------------------
