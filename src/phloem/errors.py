@@ -64,7 +64,14 @@ class TransferFailed(PhloemError):
 
 
 class CopyFailed(PhloemError):
-    """A copy ended without its data; the cause is chained. What had landed is undefined."""
+    """A copy ended without its data; the cause is chained.
+
+    The first `rows_ok` rows of its first item are good in all layers, the rest is undefined.
+    """
+
+    def __init__(self, message: str, *, rows_ok: int = 0) -> None:
+        super().__init__(message)
+        self.rows_ok = rows_ok
 
 
 class CopyCancelled(CopyFailed):

@@ -59,6 +59,7 @@ __all__ = [
     "StateTaken",
     "StepChanged",
     "TailCut",
+    "TierChanged",
     "TreeChanged",
     "Victim",
     "Waited",
@@ -489,6 +490,13 @@ class CopyEnded(Event, frozen=True, gc=False, kw_only=True):
     error: str
     started_ns: int | None = None
     ended_ns: int | None = None
+
+
+class TierChanged(Event, frozen=True, gc=False, kw_only=True):
+    """A lower tier is left alone from now on, `why`, or tried again (`why` is empty)."""
+
+    tier: str
+    why: str
 
 
 class StepChanged(Event, frozen=True, gc=False, kw_only=True):

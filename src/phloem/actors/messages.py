@@ -252,6 +252,12 @@ class Copied(Message, frozen=True, gc=False, eq=False):
     error: BaseException | None
 
 
+class TimedOut(Message, frozen=True, gc=False, eq=False):
+    """A copy between the tiers takes too long. Its memory is in use until it has ended."""
+
+    op: int
+
+
 class MakeHostRoom(Message, frozen=True, gc=False, eq=False):
     """Free exactly what an operation is short of in the host tier, or nothing if it cannot be."""
 

@@ -26,6 +26,7 @@ from phloem.events import (
     RequestOpened,
     ResetDone,
     Sink,
+    TierChanged,
     TreeChanged,
 )
 
@@ -278,6 +279,10 @@ class Teller:
                 tier=kept.tier,
             )
         )
+
+    def tier_changed(self, tier: str, why: str) -> None:
+        """A tier was closed, or is tried again."""
+        self._emit(TierChanged(**self._domain.joins(), tier=tier, why=why))
 
     def reset(self) -> None:
         """A new generation began."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from phloem.actors.actions import BackupToHost, ClearState, CopyState, LoadToDevice, Places
 from phloem.actors.domain import LATER, Actor, Domain, Handlers
-from phloem.actors.messages import AwaitFences, Copied, CopyAfter, StateWritten, Written
+from phloem.actors.messages import AwaitFences, Copied, CopyAfter, StateWritten, TimedOut, Written
 from phloem.cuda_streams.engine import (
     Channel,
     Clear,
@@ -23,7 +24,7 @@ from phloem.cuda_streams.rows import RowPool
 from phloem.errors import EngineDead, RuntimeClosed
 from phloem.events import Context, CopyEnded, CopySubmitted, Sink
 
-__all__ = ["TransferActor"]
+__all__ = ["TransferActor", "Watchdog"]
 
 
 _BULK = 1  # the priority of backups: loads that a request waits for go first
@@ -41,6 +42,17 @@ class _Copy(NamedTuple):
     context: Context
 
 
+class Watchdog(NamedTuple):
+    """How long a copy between the tiers may take, and by which clock, in seconds.
+
+    `call_later` has a function called then; without it `look_at_clock` is called by somebody.
+    """
+
+    timeout_s: float
+    seconds: Callable[[], float]
+    call_later: Callable[[float, Callable[[], None]], object] | None = None
+
+
 class TransferActor:
     """One actor for one engine. It never looks at the tree: an action says all it needs."""
 
@@ -54,8 +66,10 @@ class TransferActor:
         emit: Sink | None = None,
         host: HostPools | None = None,
         loaded: Callable[[int, float], None] | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """`loaded` is told how many bytes each load brought, and in how many seconds."""
+        self._watchdog = watchdog
         self._domain = domain
         self._engine = engine
         self._pools = pools
@@ -64,6 +78,9 @@ class TransferActor:
         self._tree: Actor | None = None
         self._tickets: dict[int, _Copy] = {}
         self._writers: dict[int, tuple[Fence, ...]] = {}  # by state slot
+        # When each of the copies between the tiers takes too long, the first one first.
+        self._deadlines: deque[tuple[float, int]] = deque()
+        self._armed = False
         self._by_layer: list[tuple[int, RowPool]] | None = None
         self._loaded = loaded
         self._writing: list[Fence] = []  # steps that may still write what was published
@@ -280,6 +297,8 @@ class TransferActor:
                     after=len(first.after),
                 )
             )
+        if kind in ("backup", "load"):
+            self._watch(op)
         left = len(tickets)
 
         def one_ended(ticket: Ticket) -> None:
@@ -291,6 +310,47 @@ class TransferActor:
 
         for _, ticket in tickets:
             ticket.add_done_callback(one_ended)
+
+    def _watch(self, op: int) -> None:
+        dog = self._watchdog
+        if dog is None:
+            return
+        waiting = self._deadlines
+        while waiting and waiting[0][1] not in self._tickets:
+            waiting.popleft()
+        waiting.append((dog.seconds() + dog.timeout_s, op))
+        self._arm(dog, dog.timeout_s)
+
+    def _arm(self, dog: Watchdog, seconds: float) -> None:
+        if dog.call_later is not None and not self._armed:
+            self._armed = True
+            dog.call_later(seconds, self._fire)
+
+    def _fire(self) -> None:
+        self._armed = False
+        self.look_at_clock()
+
+    def look_at_clock(self) -> None:
+        """Tell the tree of copies between the tiers that take too long, once each."""
+        dog, waiting = self._watchdog, self._deadlines
+        if dog is None or self._domain.stopped is not None:
+            return
+        now = dog.seconds()
+        while waiting and (waiting[0][0] <= now or waiting[0][1] not in self._tickets):
+            _, op = waiting.popleft()
+            copy = self._tickets.get(op)
+            if copy is not None:
+                assert self._tree is not None
+                self._domain.send(self._tree, TimedOut(op), copy.context)
+        if waiting:
+            self._arm(dog, waiting[0][0] - now)
+
+    @property
+    def next_look_s(self) -> float | None:
+        """Seconds until `look_at_clock` may have something to tell; None while it has not."""
+        if self._watchdog is None or not self._deadlines:
+            return None
+        return max(0.0, self._deadlines[0][0] - self._watchdog.seconds())
 
     def _ended(self, op: int, copy: _Copy) -> None:
         """On the loop: the copy is over, whatever its outcome."""

@@ -131,7 +131,8 @@ class Dispatcher(ABC):
         except EngineDead as error:
             return error
         except Exception as error:  # noqa: BLE001  an engine outlives whatever a copy throws
-            failure = CopyFailed(f"{ticket!r} failed at layer {layer}: {error}")
+            rows_ok = error.rows_ok if isinstance(error, CopyFailed) else 0
+            failure = CopyFailed(f"{ticket!r} failed at layer {layer}: {error}", rows_ok=rows_ok)
             failure.__cause__ = error
             return failure
         return None

@@ -29,6 +29,11 @@ class Landing:
         named += [ticket.quiesced for at, ticket in self._copies if at <= layer]
         return tuple(fence for fence in named if not fence.passed)
 
+    @property
+    def loads_ended(self) -> bool:
+        """Whether nothing that lands by layer is still under way."""
+        return all(ticket.done for ticket in self._loads)
+
     def placed(self) -> tuple[Fence, ...]:
         """What keeps a device's stream from being told to wait."""
         tickets = (*self._loads, *(ticket for _, ticket in self._copies))

@@ -46,10 +46,13 @@ class Arriving(Publishing):
         if self._loads:
             await self._core.call(m.AwaitLoad(self._lease), _undo_nothing)
             self._check_alive()
-        if self._begun is not None and self._begun.copy is not None:
-            await self._core.call(m.AwaitCopy(self._begun.copy), _undo_nothing)
+        begun = self._begun
+        if begun is not None and begun.copy is not None and begun.landing.loads_ended:
+            await self._core.call(m.AwaitCopy(begun.copy), _undo_nothing)
             self._check_alive()
         self._arrived()
+        if begun is not None and self._core.has_states and self.state_slot is None:
+            return self.match  # it takes too long: `allocate` comes next, also for another slot
         if self._core.has_states and self._state_at != self.computed:
             slot = self._slot_for_state()
             await self._core.call(m.Prepare(self._lease, slot, self._touching(slot)))
@@ -134,6 +137,11 @@ class Arriving(Publishing):
             self._holding.loaded(core.tree.pages_of(lease))
         return landing
 
+    @property
+    def _promised(self) -> int:
+        """Tokens that are reused if all that is on its way arrives."""
+        return self.computed if self._begun is None else self._begun.promised
+
     def _slot_for_state(self) -> int:
         slot = self.state_slot
         if slot is None:
@@ -159,8 +167,8 @@ class Arriving(Publishing):
 
     def _arrived(self) -> None:
         """All copies have ended: stand on what is there. Raises `TransferFailed` for passes."""
+        promised = self._promised
         begun, self._begun = self._begun, None
-        promised = self.computed if begun is None else begun.promised
         ran = self.computed - promised
         lost = self._loads and self.boundary < promised
         if self._loads:
@@ -173,6 +181,8 @@ class Arriving(Publishing):
         if lost:
             self._stand_back(self.boundary)
         self._state_at = None
+        if copy is not None and not copy.ended:  # it may write the slot at any time, or never
+            self._holding.drop_working(self.fences())
         self._holding.drop_snapshots(self.fences(), beyond=self.computed)
         self.setbacks += 1
         if ran:

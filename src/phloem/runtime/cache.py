@@ -136,6 +136,7 @@ class CacheRuntime:
                 caller_context,
                 monotonic if loop is None else loop.time,
                 self.host_pools,
+                None if loop is None else loop.call_later,
             )
         except BaseException:
             self._engine.close()
@@ -472,6 +473,7 @@ class CacheRuntime:
             actions=dict(sorted(core.tree_actor.counts.items())),
             refused_checkpoints=core.refused_checkpoints,
             leases_leaked=core.leases_leaked,
+            host_closed="" if core.tree_actor.tiers is None else core.tree_actor.tiers.closed,
             near="" if self._driver is None else self._driver.near.why,
         )
 

@@ -49,7 +49,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `write_policy` says when data is copied there: "write_through" at its first use, "selective" at
     its second, "write_back" when it leaves the device. The states named in `int8_states` are kept
-    there as 8-bit codes, the others exactly.
+    there as 8-bit codes, the others exactly. Nobody waits longer than `copy_timeout_s` for a copy
+    between the tiers; what it was to bring is computed instead.
     """
 
     layout: ModelLayout
@@ -73,6 +74,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     inline: bool = True
     queue_max: int = 4096
     close_timeout_s: float = 10.0
+    copy_timeout_s: float = 60.0
     audit_nodes: int = 0
 
     def __post_init__(self) -> None:
@@ -93,8 +95,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InvalidRequest(
                 f"no write policy {self.write_policy!r}; there are {[*BACKUP_HITS]}"
             )
-        if self.close_timeout_s <= 0:
-            raise InvalidRequest(f"close_timeout_s is {self.close_timeout_s}; it is above 0")
+        for name in ("close_timeout_s", "copy_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it is above 0")
 
     def _check_spans(self) -> None:
         spans = Components(self.components, self.page_size, self.state_chunk).spans

@@ -16,7 +16,7 @@ from phloem.actors.domain import Domain
 from phloem.actors.frames import SharedLedger
 from phloem.actors.host_allocator import HostAllocatorActor
 from phloem.actors.ledger import Ledger
-from phloem.actors.transfer import TransferActor
+from phloem.actors.transfer import TransferActor, Watchdog
 from phloem.actors.tree.actor import TreeActor
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease as TreeLease
@@ -58,6 +58,7 @@ class Core:
         caller_context: Callable[[], Context] | None = None,
         seconds: Callable[[], float] = lambda: 0.0,
         host: HostPools | None = None,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         self.config = config
         self._seconds = seconds
@@ -101,7 +102,8 @@ class Core:
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
         self.estimates = _estimates_of(config, pools) if host is not None else None
         loaded = None if self.estimates is None else self.estimates.loaded
-        self.transfer = TransferActor(self.domain, engine, pools, emit, host, loaded)
+        dog = Watchdog(config.copy_timeout_s, seconds, call_later)
+        self.transfer = TransferActor(self.domain, engine, pools, emit, host, loaded, dog)
         if self.estimates is not None and self.tree_actor.tiers is not None:
             self.tree_actor.tiers.weigh_by(self.estimates)
         self.tree_actor.connect(self.allocator, self.transfer, self.host_allocator)

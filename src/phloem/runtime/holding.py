@@ -164,6 +164,12 @@ class Holding:
         while self.snapshots and self.snapshots[0].position <= position:
             self.give_back_slot(self.snapshots.pop(0).slot, after)
 
+    def drop_working(self, after: tuple[Fence, ...]) -> None:
+        """Give the working slot back, if there is one."""
+        if self.working is not None:
+            slot, self.working = self.working, None
+            self.give_back_slot(slot, after)
+
     def give_back_slot(self, slot: int, after: tuple[Fence, ...]) -> None:
         """Give one state slot back after `after` and the copies that still touch it."""
         fences = after + self._core.touching((slot,), ())

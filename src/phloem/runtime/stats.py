@@ -42,6 +42,8 @@ class Stats(msgspec.Struct, frozen=True):
     """What they take, all told."""
     tokens_loaded: int
     """Tokens that requests reused from the host tier."""
+    host_closed: str
+    """Why the host tier is left alone at the moment, if it is."""
     near: str
     """Where the copy threads of a device are bound to CPUs near it, or why not; empty without."""
 

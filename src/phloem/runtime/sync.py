@@ -346,6 +346,7 @@ class SyncCacheRuntime(_Facade):
         served = self._poster.serve()
         if self.inner.is_open:
             self.inner.core.domain.drain()
+            self.inner.core.transfer.look_at_clock()
         return served
 
     def _check_thread(self) -> None:
@@ -361,7 +362,7 @@ class SyncCacheRuntime(_Facade):
                 if at.done():
                     at = work.send(None)
                 elif self.inner.core.in_flight:
-                    self._poster.wait(None)
+                    self._poster.wait(self.inner.core.transfer.next_look_s)
                     self.poll()
                 else:
                     at = work.throw(NoRoom(self.inner.core.allocator.figures(0, 0)))

@@ -89,6 +89,7 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.Waited: logging.INFO,
     ev.ResetDone: logging.INFO,
     ev.LeaseLeaked: logging.WARNING,
+    ev.TierChanged: logging.WARNING,
     EventsDropped: logging.WARNING,
     # for who follows single places and copies:
     ev.LeaseTaken: logging.DEBUG,

@@ -75,6 +75,7 @@ class TreeActor:
                 self,
                 self._let_waiters_retry,
                 self._tell,
+                clock,
             )
         self.border: Border | None = None
         if isinstance(ledger, SharedLedger):
@@ -146,6 +147,8 @@ class TreeActor:
         return self.tree.match(message.key, message.limit)
 
     def _on_acquire(self, message: m.Acquire) -> object:
+        if self.tiers is not None:
+            self.tiers.look_at_clock()
         lease, match = self.tree.acquire(message.key, owner=message.owner, limit=message.limit)
         if self._tell is not None:
             self._tell.acquired(message, lease, match)
@@ -155,6 +158,8 @@ class TreeActor:
 
     def _on_open(self, message: m.Open) -> object:
         self.tree.tick(self._clock())
+        if self.tiers is not None:
+            self.tiers.look_at_clock()
         lease, match = self.tree.open(
             message.key,
             owner=message.owner,

@@ -38,7 +38,7 @@ class BackingTree(SpanTree):
     def _plan_backups(self, node: Node, actions: Actions) -> None:
         """Copy what is due on the path to `node`, root first and without gaps."""
         due = BACKUP_HITS[self.write_policy]
-        if self.host is None or not due:
+        if self.host is None or not due or self.host_closed:
             return
         chain: list[Node] = []
         at = node

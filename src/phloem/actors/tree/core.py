@@ -109,6 +109,7 @@ class TreeCore:
         )
         self.kv_index, self.state_index, *self.span_indexes = self.indexes
         self.host = self.new_host() if host else None
+        self.host_closed = False  # it fails, and is left alone
         self.write_policy: WritePolicy = write_policy
         self.operations = self.new_operations()
         self.radix.on_split = self.operations.divide

@@ -50,6 +50,7 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     turn: int = 0  # as of a node that its request makes
     prompt_end: int = 0
     load: int = 0  # the operation that it waits for, 0: none
+    why_not: str = ""  # why what it was promised from a lower tier did not come
     # For each span component: where the first node begins at which the lease is counted.
     spans: tuple[int, ...] = ()
 

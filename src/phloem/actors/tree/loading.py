@@ -52,7 +52,9 @@ class LoadingTree(SheddingTree):
         self.check_lease(lease)
         actions: Actions = []
         if self.host is not None:
-            if not lease.load:
+            if not lease.load and self.host_closed:
+                self._do_without(lease)
+            elif not lease.load:
                 self._plan_load(lease, actions)
             self._plan_backups(lease.anchor, actions)
         return lease.load, actions
@@ -96,6 +98,14 @@ class LoadingTree(SheddingTree):
         while at.parent is not None and at.end > boundary:
             at = at.parent
         self.leases.move(lease, at, 0, with_state=lease.has_state)
+
+    def _do_without(self, lease: Lease) -> None:
+        """A lease on what is only on the host moves up to what the device has."""
+        anchor = lease.anchor
+        there = anchor.state != NO_SLOT if lease.has_state else anchor.page_ids != b""
+        if anchor.parent is not None and not there:
+            lease.why_not = "tier_failed"
+            self._fall_back(lease)
 
     def _plan_load(self, lease: Lease, actions: Actions) -> None:
         anchor = lease.anchor
@@ -229,7 +239,34 @@ class LoadingTree(SheddingTree):
             if operation.phase != "planned":
                 raise InvalidRequest(f"{operation} has its room already")
             self._fail(operation, end, answered=True)
+        return self._concluded(end, "refused")
+
+    def give_up(self, number: int) -> tuple[Ended, Actions]:
+        """Expect nothing more of a copy that takes too long; nothing if it has ended meanwhile.
+
+        Leases that wait for it fall back, and what was to leave the device behind it stays. The
+        copy may still touch its memory: what it reads is protected and its targets are owned until
+        `copied` tells its end, and then they go back.
+        """
+        end = _Ending([], [], [], [], [])
+        operation = self.operations.live.get(number)
+        expected = operation is not None and (operation.pieces or operation.state_node is not None)
+        if operation is None or not expected or operation.phase != "submitted":
+            return self._concluded(end)
+        if operation.outcome is not None:
+            return self._concluded(end)
+        if operation.kind == "backup" and operation.hold is None:
+            node = operation.state_node or operation.top_down()[-1].node
+            operation.hold = self._hold(operation, node)
+        abandoned = self._abandon(operation)
+        end.operations.extend(abandoned.operations)
+        end.waited.extend(abandoned.waited)
+        end.actions.extend(abandoned.actions)
         return self._concluded(end)
+
+    def close_host(self, closed: bool) -> None:
+        """While it is closed the host tier is left alone: nothing is loaded or copied there."""
+        self.host_closed = closed
 
     def copied(self, number: int, ok: bool, *, pages_ok: int = 0) -> tuple[Ended, Actions]:
         """The copy of an operation has ended; if it failed, its first `pages_ok` pages are good.
@@ -355,9 +392,10 @@ class LoadingTree(SheddingTree):
         gone.settle()
         return gone.actions
 
-    def _concluded(self, end: _Ending) -> tuple[Ended, Actions]:
-        """Leases that waited in vain find their places; what it all led to."""
+    def _concluded(self, end: _Ending, why: str = "tier_failed") -> tuple[Ended, Actions]:
+        """Leases that waited in vain, and `why`, find their places; what it all led to."""
         for lease in end.waited:
+            lease.why_not = why
             self._fall_back(lease)
         moved = tuple(lease.id for lease in end.waited)
         return Ended(tuple(end.operations), tuple(end.kept), tuple(end.ready), moved), end.actions

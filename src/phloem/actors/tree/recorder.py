@@ -50,6 +50,8 @@ RECORDED = (
     "reserved",
     "not_reserved",
     "copied",
+    "give_up",
+    "close_host",
     "use_policy",
     "tick",
     "begin_move",

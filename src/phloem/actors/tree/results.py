@@ -29,6 +29,7 @@ Lost: TypeAlias = str  # one of LOST
 # Why tokens are not reused: a closed list, with a reason for each component that can be missing.
 LOST: tuple[Lost, ...] = (
     *("last_token", "partial_page", "never_seen", "evicted", "forgotten", "no_state"),
+    *("arriving", "tier_failed", "corrupt", "refused"),
     *(f"no_{kind}" for kind in SPANS),
 )
 StateTier = Literal["", "device", "host"]
@@ -46,6 +47,8 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     beyond `usable` could be reused but for a span component, `short_of`, evicted in front of them.
     `alternatives`: the ways that were weighed when the match was opened, where their costs were
     known; `usable` is then what the chosen one reuses at once.
+    `not_loaded` tokens beyond `usable` are in a lower tier and did not come from there, for the
+    reason `why_not`: `refused`, there was no room, or `tier_failed`.
     """
 
     tokens: int
@@ -63,6 +66,8 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     short: int = 0
     short_of: str = ""
     alternatives: tuple[Alternative, ...] = ()
+    not_loaded: int = 0
+    why_not: str = ""
 
     @property
     def host(self) -> int:
@@ -79,8 +84,10 @@ class Match(msgspec.Struct, frozen=True, gc=False):
             "never_seen": whole - self.kv_prefix - self.evicted - self.forgotten,
             "evicted": self.evicted,
             "forgotten": self.forgotten,
-            "no_state": self.kv_prefix - self.usable - self.short,
+            "no_state": self.kv_prefix - self.usable - self.short - self.not_loaded,
         }
+        if self.not_loaded:
+            counts[self.why_not] = self.not_loaded
         if self.short:
             counts[f"no_{self.short_of}"] = self.short
         return {reason: count for reason, count in counts.items() if count}

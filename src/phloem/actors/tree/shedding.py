@@ -212,9 +212,7 @@ class SheddingTree(BackingTree):
             gone.pages += node.page_count
             gone.states += node.state != NO_SLOT
             self._drop_leaf(node, gone.actions, gone.by)
-        elif self.write_policy == "write_back" and (
-            self._lacks_copy(node) or part_of(node).leaving_children
-        ):
+        elif self._copies_first and (self._lacks_copy(node) or part_of(node).leaving_children):
             self._copy_first(host, node, gone)
         else:
             self._lose_for_good(host, node, gone)
@@ -234,17 +232,18 @@ class SheddingTree(BackingTree):
     def _lose_state(self, node: Node, gone: Tally) -> None:
         host, part = self.host, node.host
         gone.states += 1
-        if (
-            host is not None
-            and self.write_policy == "write_back"
-            and (part is None or not part.state)
-        ):
+        if host is not None and self._copies_first and (part is None or not part.state):
             self._plan_backup(host, node, gone.actions, state_only=True)
             host.leave_state(node)
             gone.states_promised += 1
             return
         self._forget_plans(node, gone.actions, state_only=True)
         self._drop_state(node, gone.actions)
+
+    @property
+    def _copies_first(self) -> bool:
+        """Whether what leaves the device is copied to the host before."""
+        return self.write_policy == "write_back" and not self.host_closed
 
     def _lacks_copy(self, node: Node) -> bool:
         """Whether the host lacks something that the node has on the device."""

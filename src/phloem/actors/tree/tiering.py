@@ -20,8 +20,12 @@ from phloem.actors.tree.core import Actions
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.results import Ended, Kept, Match
 from phloem.actors.tree.tree import Tree
+from phloem.errors import CopyCancelled, CopyFailed, EngineDead
 
-__all__ = ["Tiering"]
+__all__ = ["CLOSED_MS", "FAILURES_MAX", "Tiering", "standing_on"]
+
+FAILURES_MAX = 3  # so many copies in a row that fail or take too long close the tier ...
+CLOSED_MS = 30_000  # ... for so long
 
 
 class Tiering:
@@ -37,7 +41,13 @@ class Tiering:
         tree_actor: Actor,
         let_waiters_retry: Callable[[], None],
         tell: Teller | None = None,
+        clock: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.closed = ""  # why the tier is left alone, if it is
+        self._failures = 0  # in a row
+        self._opens_at: int | None = None
+        self._clock = clock  # milliseconds
+        self._given_up: set[int] = set()  # operations whose copies take too long
         self._tell = tell
         self._let_waiters_retry = let_waiters_retry
         self._tree_actor = tree_actor
@@ -55,6 +65,7 @@ class Tiering:
             m.NotReserved: self._on_not_reserved,
             m.MakeHostRoom: self._on_make_host_room,
             m.AwaitLoad: self._on_await_load,
+            m.TimedOut: self._on_timed_out,
         }
 
     def connect(self, host_allocator: Actor) -> None:
@@ -113,7 +124,7 @@ class Tiering:
         self.look_again()
         operation = self._tree.operations.live.get(number)
         if operation is None or operation.phase != "planned":
-            return lease, match
+            return lease, standing_on(lease, match)
         if not wait and not any(isinstance(a, Reserve) and a.op == number for a in actions):
             return lease, match
         reply = self._domain.later()
@@ -150,9 +161,46 @@ class Tiering:
 
     def copied(self, message: m.Copied) -> None:
         """The copy of an operation has ended."""
-        ended, actions = self._tree.copied(message.op, message.error is None)
+        error = message.error
+        late = message.op in self._given_up
+        self._given_up.discard(message.op)
+        rows_ok = error.rows_ok if isinstance(error, CopyFailed) else 0
+        ended, actions = self._tree.copied(message.op, error is None, pages_ok=rows_ok)
+        if not late and not isinstance(error, CopyCancelled):
+            self._went(well=error is None, for_good=isinstance(error, EngineDead))
         self._ended(ended, actions, "copy_failed")
         self._let_waiters_retry()
+
+    def _on_timed_out(self, message: m.TimedOut) -> None:
+        if message.op not in self._tree.operations.live:
+            return  # it has ended meanwhile
+        ended, actions = self._tree.give_up(message.op)
+        self._given_up.add(message.op)
+        self._went(well=False)
+        self._ended(ended, actions, "timed_out")
+        self._let_waiters_retry()
+
+    def _went(self, *, well: bool, for_good: bool = False) -> None:
+        """A copy has ended. The tier is closed after several in a row that have not ended well."""
+        self._failures = 0 if well else self._failures + 1
+        if self.closed or (self._failures < FAILURES_MAX and not for_good):
+            return
+        self.closed = "the device is lost" if for_good else f"{FAILURES_MAX} copies in a row failed"
+        self._opens_at = None if for_good else self._clock() + CLOSED_MS
+        self._tree.close_host(True)
+        self._tell_tier()
+
+    def look_at_clock(self) -> None:
+        """Try a closed tier again when its time has come; one more failure closes it again."""
+        if self.closed and self._opens_at is not None and self._clock() >= self._opens_at:
+            self.closed = ""
+            self._failures = FAILURES_MAX - 1
+            self._tree.close_host(False)
+            self._tell_tier()
+
+    def _tell_tier(self) -> None:
+        if self._tell is not None:
+            self._tell.tier_changed("host", self.closed)
 
     def _ended(self, ended: Ended, actions: Actions, why_not: str) -> None:
         for kept in ended.kept:
@@ -226,5 +274,10 @@ def standing_on(lease: Lease, match: Match) -> Match:
     boundary = lease.boundary
     tier = "device" if boundary else ""
     return structs.replace(
-        match, usable=boundary, device=min(match.device, boundary), state_tier=tier
+        match,
+        usable=boundary,
+        device=min(match.device, boundary),
+        state_tier=tier,
+        not_loaded=match.not_loaded + match.usable - boundary,
+        why_not=lease.why_not or "tier_failed",
     )
