@@ -46,6 +46,7 @@ LEASES = "actors/tree/leases.py"
 RADIX = "actors/tree/radix.py"
 COMPONENTS = "actors/tree/components.py"
 REQUEST = "runtime/request.py"
+ARRIVING = "runtime/arriving.py"
 HOLDING = "runtime/holding.py"
 STANDING = "runtime/standing.py"
 PUBLISHING = "runtime/publishing.py"
@@ -259,8 +260,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a copy between the tiers that failed counts as done",
         TIERING,
-        "self._tree.copied(message.op, message.error is None)",
-        "self._tree.copied(message.op, True)",
+        "self._tree.copied(message.op, error is None, pages_ok=rows_ok)",
+        "self._tree.copied(message.op, True, pages_ok=rows_ok)",
     ),
     Mutant(
         "what a backup reads is not protected",
