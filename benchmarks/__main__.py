@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import copies, events, operations, scale, serving
+from benchmarks import copies, events, evictions, operations, scale, serving
 
-SECTIONS = ("nodes", "tokens", "hops", "leaves", "events", "copies", "serving")
+SECTIONS = ("nodes", "tokens", "hops", "leaves", "policies", "events", "copies", "serving")
 _OPERATIONS = ("match", "lease", "insert", "evict")
 
 
@@ -65,6 +65,17 @@ def _by_leaves(results: dict[str, Any]) -> None:
     few, many = scale.evict_by_leaves(40), scale.evict_by_leaves(40_000)
     results["leaves"] = {"40": few, "40000": many}
     print(f"\nevict one page: {few:.1f} µs with 40 leaves, {many:.1f} µs with 40,000")
+
+
+def _by_policies(results: dict[str, Any]) -> None:
+    figures = results["policies"] = {}
+    print("\nCPU µs a victim of an eviction by bytes, while conversations go on")
+    print(f"  {'':12}{'10,000 nodes':>14}{'100,000 nodes':>14}")
+    for policy in evictions.POLICIES:
+        _tell(f"evictions under {policy}")
+        row = [evictions.eviction_us(policy, nodes) for nodes in (10_000, 100_000)]
+        figures[policy] = {"10000": row[0], "100000": row[1]}
+        print(f"  {policy:12}{row[0]:14.1f}{row[1]:14.1f}")
 
 
 def _by_events(results: dict[str, Any]) -> None:
@@ -138,6 +149,7 @@ def main() -> None:
         "tokens": _by_tokens,
         "hops": _by_hop,
         "leaves": _by_leaves,
+        "policies": _by_policies,
         "events": _by_events,
         "copies": _by_copies,
         "serving": _by_serving,
