@@ -20,7 +20,10 @@ _WALK_MAX = 64  # nodes looked at for the nearest state above; the farthest coun
 _LEARN_EVERY = 64  # visits
 _GONE_MAX = 4096
 _INNER_MEMORY = 200  # visits over which the share of those is averaged that leave others' ways
-_KINDS = 5  # of turns: the first, the second, up to the fourth, up to the eighth, later ones
+_KINDS = 5  # of turns: the first, the second, the next two, the next four, later ones
+
+
+_KIND_OF = [turn.bit_length() for turn in range(1 << (_KINDS - 1))]
 
 
 def _kind(turn: int) -> int:
@@ -70,10 +73,10 @@ class Benefit(Policy):
 
     def kv_score(self, node: Node, /) -> Score:
         """Of a leaf with its state. KV without a state saves nothing; with no states, all does."""
-        rate = self._returns.rate(_kind(node.turn), self._now - node.stamp)
+        rate = self._rate(node, node.stamp)
         if not self._state_weight:
             return int(rate * _UNIT)
-        if not state_anywhere(node):
+        if node.state == NO_SLOT and not state_anywhere(node):
             return 0
         saved, alone = self._spans(node)
         return int(rate * saved / (alone + self._state_weight) * _UNIT)
@@ -82,14 +85,20 @@ class Benefit(Policy):
         """Of the state alone; of a leaf as a whole, since its KV goes with the state."""
         if node.children is None:
             return self.kv_score(node)
-        rate = self._returns.rate(_kind(node.turn), self._now - node.state_stamp)
         saved, _ = self._spans(node)
-        weight = self._inner_weight * len(node.children)
-        return int(rate * saved * weight / max(self._state_weight, 1) * _UNIT)
+        weight = self._inner_weight * len(node.children) / max(self._state_weight, 1)
+        return int(self._rate(node, node.state_stamp) * saved * weight * _UNIT)
 
     def span_score(self, node: Node, stamp: int, /) -> Score:
         """What is needed with the state goes with the chance that it is."""
-        return int(self._returns.rate(_kind(node.turn), self._now - stamp) * _UNIT)
+        return int(self._rate(node, stamp) * _UNIT)
+
+    def _rate(self, node: Node, stamp: int) -> float:
+        """The learned rate of return of what a node has, used last at `stamp`."""
+        turn = node.turn
+        kind = _KIND_OF[turn] if turn < len(_KIND_OF) else _KINDS - 1
+        age = self._now - stamp
+        return self._returns.rates[kind][age.bit_length() if age > 0 else 0]
 
     def _spans(self, node: Node) -> tuple[int, int]:
         """Tokens since the nearest state above, and tokens of KV that nothing else needs."""

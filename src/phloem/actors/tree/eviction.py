@@ -110,13 +110,20 @@ class CandidateIndex:
 
     def first(self) -> tuple[Score, Node] | None:
         """What `pop` would take out next; it stays."""
-        first = self.pop()
-        if first is not None:
-            score, node = first
-            node.queued |= self.bit
-            self._nodes[node.id] = node
-            self._enter(score, node.id)
-        return first
+        nodes, score, eligible, scores = self._nodes, self.score, self.eligible, self._scores
+        while (entry := self._soonest()) is not None:
+            noted, number = entry
+            node = nodes.get(number)
+            counts = node is not None and noted == scores[number]
+            if node is not None and counts and eligible(node) and score(node) <= noted:
+                return noted, node
+            self._next()
+            if node is not None and counts:
+                if eligible(node):
+                    self._enter(score(node), number)
+                else:
+                    self._forget(node)
+        return None
 
     def lower(self, node: Node) -> None:
         """The score of `node` has fallen. Its former entry is passed over when its turn comes."""
@@ -194,6 +201,13 @@ class CandidateIndex:
             soon.sort()
             self._add_run(soon[self.run_size :])
             del soon[self.run_size :]
+
+    def _soonest(self) -> _Entry | None:
+        """The smallest entry; it stays."""
+        soon, heads = self._soon, self._heads
+        if soon and (not heads or soon[0] < heads[0]):
+            return soon[0]
+        return heads[0][:2] if heads else None
 
     def _next(self) -> _Entry | None:
         """Take the smallest entry out."""

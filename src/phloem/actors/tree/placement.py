@@ -71,7 +71,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     branch: bool = True
     end_of_prompt: bool = True
     end_of_response: bool = True
-    departures: int = 0
+    departures: int = 2
     periodic: int | None = None
     budget: int = 8
     gain_min: int = 0

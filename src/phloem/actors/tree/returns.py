@@ -33,7 +33,6 @@ class _Kind:
         self.ended = [0.0] * (_AGES + 1)  # came back or was given up at that age
         self.spent = [0.0] * (_AGES + 1)  # uses that those were of their last range of ages
         self.total = 0.0
-        self.rates = _indexes(self.returned, self.ended, self.spent, _AGES)
 
     def end(self, age: int, returned: bool) -> None:
         """Something came back at that age, or was given up."""
@@ -70,17 +69,21 @@ def _indexes(
 
 
 class Returns:
-    """The rates of return of `kinds` kinds. What still rests is counted by when it began to."""
+    """The rates of return of `kinds` kinds. What still rests is counted by when it began to.
+
+    `rates` has them by kind and the age's bit length, for ages below 2**64.
+    """
 
     def __init__(self, kinds: int) -> None:
         self._kinds = [_Kind() for _ in range(kinds)]
+        nothing = [0.0] * (_AGES + 1)
+        self.rates = [_indexes(nothing, nothing, nothing, _AGES)] * kinds
         self._since = [0]  # when each epoch began
         self._resting = [[0] * kinds]  # and how many of each kind have rested since then
 
     def rate(self, kind: int, age: int) -> float:
         """What a use of waiting for something of that kind and age brings, in returns."""
-        rates = self._kinds[kind].rates
-        return rates[min(max(age, 0).bit_length(), len(rates) - 1)]
+        return self.rates[kind][min(age.bit_length(), _AGES)]
 
     def rests(self, kind: int) -> None:
         """Something has begun to rest."""
@@ -105,7 +108,8 @@ class Returns:
                     at = min(age.bit_length(), _AGES)
                     ended[at] += count
                     spent[at] += count * (age - _STARTS[at])
-            kind.rates = _indexes(kind.returned, ended, spent, top)
+            rates = _indexes(kind.returned, ended, spent, top)
+            self.rates[number] = rates + rates[-1:] * (_AGES - top)
         self._since.append(now)
         self._resting.append([0] * len(self._kinds))
         if len(self._since) > _EPOCHS_MAX:

@@ -20,7 +20,7 @@ from phloem.errors import InvalidRequest
 
 __all__ = ["SheddingTree", "Tally"]
 
-_REFRESHED = 4  # candidates whose scores may have fallen that are scored anew for each victim
+_REFRESHED = 2  # candidates that are scored anew for each victim, where time lowers scores
 
 
 class Tally(msgspec.Struct, gc=False):
@@ -28,7 +28,6 @@ class Tally(msgspec.Struct, gc=False):
 
     by: str
     actions: Actions
-    victims: int = 0
     pages: int = 0
     states: int = 0
     pages_promised: int = 0
@@ -141,7 +140,8 @@ class SheddingTree(BackingTree):
         """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
         score, node = popped
         self.policy.evicted(score, self.now)
-        gone.victims += 1
+        if not self.policy.rises_only:
+            self.kv_index.refresh(_REFRESHED)
         if node.state != NO_SLOT and self.policy.apart and missing < node.page_count:
             self._lose_state(node, gone)
         if node.state == NO_SLOT and missing < node.page_count:
@@ -153,7 +153,8 @@ class SheddingTree(BackingTree):
         """A state goes, with its node if that is a leaf."""
         score, node = popped
         self.policy.evicted(score, self.now)
-        gone.victims += 1
+        if not self.policy.rises_only:
+            self.state_index.refresh(_REFRESHED)
         if kv_may_go(node) and not self.policy.apart:
             self._lose_kv(node, gone)
         else:
@@ -161,9 +162,6 @@ class SheddingTree(BackingTree):
 
     def _evicted(self, gone: Tally) -> tuple[Evicted, Actions]:
         """What an eviction has brought; the indexes are swept if they need it."""
-        if not self.policy.rises_only and gone.victims:
-            for index in self.indexes:
-                index.refresh(_REFRESHED * gone.victims)
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
         result = gone.result()
