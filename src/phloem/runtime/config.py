@@ -67,7 +67,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_bytes_per_s: float = 0.0
     write_policy: WritePolicy = "write_through"
     int8_states: tuple[str, ...] = ()
-    eviction: str = "lru"
+    eviction: str = "benefit"
     placement: Placement = Placement()
     enabled: bool = True
     reuse_decoded: bool = True

@@ -71,12 +71,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="bytes, like 16GiB, or a share of the KV of all distinct tokens, like 5%% (default)",
     )
-    add("--policy", action="append", metavar="NAME", help="of the tree, or known (default: lru)")
+    add("--policy", action="append", metavar="NAME", help="of the tree, or known (default: benefit)")
     add(
         "--placement",
         metavar="WHERE",
-        help="states, with commas: branch, end_of_prompt, end_of_response, periodic=TOKENS, "
-        "budget=N, gain_min=TOKENS, max_states_per_path=N (default: the first three)",
+        help="states, with commas: branch, end_of_prompt, end_of_response, departures=N, "
+        "periodic=TOKENS, budget=N, gain_min=TOKENS, max_states_per_path=N (default: the first "
+        "three and departures=2)",
     )
     add("--states-share", type=float, metavar="X", help="of the bytes in a pool of states")
     add("--sessions", action="store_true", help="tell the tree which requests belong together")
@@ -129,6 +130,7 @@ def _placement(text: str | None) -> Placement | None:
     named: dict[str, bool | int] = dict.fromkeys(
         ("branch", "end_of_prompt", "end_of_response"), False
     )
+    named["departures"] = 0
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         try:
@@ -163,7 +165,7 @@ def _report(options: argparse.Namespace, console: Console) -> Report:
         return replay(
             workloads,
             settings,
-            options.policy or ["lru"],
+            options.policy or ["benefit"],
             options.capacity or ["5%"],
             jobs=options.jobs,
             told=told,
