@@ -36,6 +36,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `device_bytes` (a number, or like "16GiB") takes the place of both: one memory for pages and
     states, in frames of a state each, whose use follows what is asked for; 0 leaves it off.
 
+    `eviction` names the order in which data go ("benefit": what will probably save least for its
+    bytes goes first, learned; "lru" and others). `placement` says where states are kept.
+
     `snapshot_slots`: how many snapshots by the model's kernel a request may hold at once; with two
     the older one is what is left to publish when the request ends before the newer one's position.
 

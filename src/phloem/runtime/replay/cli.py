@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="bytes, like 16GiB, or a share of the KV of all distinct tokens, like 5%% (default)",
     )
-    add("--policy", action="append", metavar="NAME", help="of the tree, or known (default: benefit)")
+    add(
+        "--policy", action="append", metavar="NAME", help="of the tree, or known (default: benefit)"
+    )
     add(
         "--placement",
         metavar="WHERE",
