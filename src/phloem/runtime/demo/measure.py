@@ -126,6 +126,7 @@ async def compare(
     """Serve a workload twice in this loop; `tick` is called after each of its 2 * n requests."""
     settings = settings or Settings()
     config = CacheConfig(
+        eviction="lru",  # as the documents show its log
         layout=model.layout,
         page_size=settings.page_size,
         state_chunk=settings.state_chunk,
