@@ -456,7 +456,7 @@ class CacheRuntime:
         return self._stats_of(self.core)
 
     def _stats_of(self, core: Core) -> Stats:
-        host = core.host_ledger
+        host, border = core.host_ledger, core.tree_actor.border
         return Stats(
             kv=pool_stats(core.ledger.kv),
             state=pool_stats(core.ledger.state),
@@ -465,6 +465,8 @@ class CacheRuntime:
             host_state=None if host is None else pool_stats(host.state),
             host_bytes=0 if self.host_pools is None else self.host_pools.nbytes,
             tokens_loaded=core.tokens_loaded,
+            frames_cleared=0 if border is None else border.frames_cleared,
+            pages_moved=0 if border is None else border.pages_moved,
             tree=core.tree.figures(),
             requests=len(core.requests),
             waiting=core.allocator.waiting,

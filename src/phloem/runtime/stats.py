@@ -44,6 +44,9 @@ class Stats(msgspec.Struct, frozen=True):
     """Tokens that requests reused from the host tier."""
     host_closed: str
     """Why the host tier is left alone at the moment, if it is."""
+    frames_cleared: int
+    pages_moved: int
+    """Where pages and states share one memory: what was cleared for states, and moved for it."""
     near: str
     """Where the copy threads of a device are bound to CPUs near it, or why not; empty without."""
 
