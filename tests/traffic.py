@@ -12,7 +12,7 @@ from collections import Counter
 
 from serving import PAGE, House, check_kv, check_state, compute, digests
 
-from phloem import Namespace, NoRoom, Request, StaleHandle
+from phloem import CacheReset, Namespace, NoRoom, Request, StaleHandle
 
 NAMESPACES = [Namespace(), Namespace(), Namespace("lora"), Namespace("", "tenant")]
 
@@ -45,6 +45,8 @@ class Traffic:
                 self.tried["reused"] += request._tokens_reused
                 await request.finish(publish=publish)  # type: ignore[arg-type]  # one of three
                 self.tried["finished"] += 1
+        except CacheReset:  # while its data were being loaded
+            assert here_was_reset(self.here)
         except NoRoom as error:
             self.tried["deadlocks" if error.deadlock else "no room"] += 1
         except asyncio.CancelledError:
