@@ -40,6 +40,7 @@ class Adapter(Protocol):
             state_chunk=1,
             device_pages=tokens // page_size,
             device_states=states,
+            eviction="lru",  # the peers', too
         )
         self._cache = CacheRuntime(config)
         self._grant: Grant | None = None
