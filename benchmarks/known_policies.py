@@ -29,11 +29,12 @@ CODING = Sessions(first=120, every_s=30.0, seed=0, prompt_max=200_000)
 BURST = Sessions(
     first=100, every_s=0.2, seed=0, pause_s=10, prompt_cut=32_768, turns_max=51, turns_min=5
 )
-_TIES = "which of two equal nodes goes decides which alpha looks best, or how the run goes on"
+_TIES = "sensitive to which of two equal nodes goes first, and to the alpha that wins by a little"
 _FEW = "a pool of a dozen states or less; not run down"
 APART = {
-    ("agent_magentic_tokens", "marconi7b", 5.0, "marconi"): _TIES,
+    ("agent_magentic_tokens", "marconi7b", 20.0, "marconi"): _TIES,
     ("agent_taubench_airline_tokens", "qwen3-next-80b-a3b-bf16state", 5.0, "marconi"): _TIES,
+    ("coding_burst", "marconi7b", 40.0, "marconi"): _TIES,
     ("coding_burst", "qwen3-next-80b-a3b-bf16state", 20.0, "marconi"): _TIES,
     ("agent_magentic_tokens", "qwen3-next-80b-a3b-bf16state", 5.0, "gdsf"): _TIES,
     ("agent_taubench_airline_tokens", "qwen3-next-80b-a3b-bf16state", 5.0, "gdsf"): _TIES,

@@ -107,8 +107,8 @@ class Marconi(_OneChildAtMost):
 class TunedMarconi(ReplayCache):
     """Marconi with alpha 0 until five times the requests seen before the first eviction.
 
-    Those requests are then replayed from empty with each alpha; it goes on with the tree of the one
-    that saved most FLOPs.
+    Those requests are then replayed from empty with each alpha; it goes on with the one that saved
+    most FLOPs.
     """
 
     def __init__(self, geometry: Geometry, block_size: int, capacity: int) -> None:
@@ -116,11 +116,12 @@ class TunedMarconi(ReplayCache):
         self._window: list[ReplayRequest] = []
         self._first: int | None = None
         self.alpha: float | None = None
+        self._marconi = Marconi(geometry, block_size, 0.0)
         super().__init__(
             geometry,
             block_size,
             capacity=capacity,
-            policy=Marconi(geometry, block_size, 0.0),
+            policy=self._marconi,
             admission=Judicious(),
         )
 
@@ -136,24 +137,20 @@ class TunedMarconi(ReplayCache):
         return super().serve(request)
 
     def _tune(self) -> None:
-        best: tuple[float, ReplayCache] | None = None
+        saved: dict[float, float] = {}
         for alpha in ALPHAS:
-            policy = Marconi(self.geometry, self.block_size, alpha)
             other = ReplayCache(
                 self.geometry,
                 self.block_size,
                 capacity=self._bytes,
-                policy=policy,
+                policy=Marconi(self.geometry, self.block_size, alpha),
                 admission=Judicious(),
             )
             for request in self._window:
                 other.serve(request)
-            if best is None or other.totals.flops_saved > best[1].totals.flops_saved:
-                best = alpha, other
-        assert best is not None
+            saved[alpha] = other.totals.flops_saved
         self._window.clear()
-        self.alpha, chosen = best
-        self.tree, self.places, self.policy = chosen.tree, chosen.places, chosen.policy
+        self.alpha = self._marconi.alpha = max(ALPHAS, key=lambda alpha: saved[alpha])
 
 
 class Gdsf(_OneChildAtMost):
