@@ -8,6 +8,8 @@ import random
 from phloem import (
     CacheConfig,
     CacheRuntime,
+    KVSpec,
+    LayerSpec,
     ModelLayout,
     Namespace,
     NoRoom,
@@ -20,9 +22,13 @@ from phloem.actors.tree.core import WritePolicy
 from phloem.cuda_streams.clocks import VirtualClock
 
 PAGE = 2
+WINDOW = "window:3"
+SLIDING = LayerSpec(kv=KVSpec((1, 4), (1, 4), "float32", kept=WINDOW))
 
 
-def layout(hybrid: bool) -> ModelLayout:
+def layout(hybrid: bool, window: bool = False) -> ModelLayout:
+    if window:
+        return ModelLayout.from_layers((*layout(hybrid).layers, SLIDING))
     if not hybrid:
         return ModelLayout.attention_only(layers=1, kv_heads=1, head_dim=4, kv_dtype="float32")
     return ModelLayout.hybrid(
@@ -34,14 +40,24 @@ def layout(hybrid: bool) -> ModelLayout:
     )
 
 
-def config(hybrid: bool, *, inline: bool = True, host: WritePolicy | None = None) -> CacheConfig:
-    """`host`: the write policy of a host tier, half as large as the device; None: without."""
+def config(
+    hybrid: bool,
+    *,
+    inline: bool = True,
+    host: WritePolicy | None = None,
+    window: bool = False,
+) -> CacheConfig:
+    """`host`: the write policy of a host tier, half as large as the device; None: without.
+
+    `window`: with a layer of sliding-window attention, whose pages are scarce.
+    """
     return CacheConfig(
-        layout=layout(hybrid),
+        layout=layout(hybrid, window),
         page_size=PAGE,
         state_chunk=2 * PAGE,
         device_pages=40,
         device_states=8 if hybrid else 0,
+        device_spans={"window": 24} if window else {},
         inline=inline,
         placement=Placement(max_states_per_path=3),
         host_bytes=0 if host is None else 1280 + 64 * hybrid,
@@ -62,6 +78,7 @@ class Driver:
         self.live: list[Request] = []
         self.prompts: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
         self.opened = 0
+        self.spans = tuple(cache.stats().spans)
 
     def prompt(self) -> list[int]:
         rng = self.rng
@@ -96,7 +113,11 @@ class Driver:
             elif what < 0.9:
                 await self.leave(self.live.pop(self.rng.randrange(len(self.live))))
             elif what < 0.94:
-                await self.cache.evict(pages=self.rng.randint(0, 6), states=self.rng.randint(0, 1))
+                await self.cache.evict(
+                    pages=self.rng.randint(0, 6),
+                    states=self.rng.randint(0, 1),
+                    spans={name: self.rng.randint(0, 4) for name in self.spans},
+                )
             elif what < 0.97:
                 await self.low_level()
             elif what < 0.99:
@@ -141,6 +162,8 @@ class Driver:
             request.abort()
 
     async def fork(self, request: Request) -> None:
+        if self.spans and request.computed % self.cache.core.grid:
+            return  # a window is not copied
         if request.status == "running" and request.computed == request.settled:
             self.opened += 1
             try:
@@ -156,11 +179,13 @@ class Driver:
         await lease.ready()
         pages = len(tokens) // PAGE - lease.boundary // PAGE
         try:
-            grant = nowait.allocate(pages=pages, owner="low")
+            spans = dict.fromkeys(self.spans, pages)
+            grant = nowait.allocate(pages=pages, owner="low", spans=spans)
         except NoRoom:
             cache.release(lease)
             raise
-        nowait.insert(tokens, pages=grant.pages, lease=lease)
+        held = dict(zip(self.spans, grant.spans, strict=False))
+        nowait.insert(tokens, pages=grant.pages, lease=lease, spans=held)
         cache.release(lease)
         if pages:
             cache.release(grant)

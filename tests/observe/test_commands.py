@@ -149,6 +149,37 @@ def test_the_report_is_one_whole_page(log: Path, tmp_path: Path) -> None:
     assert "Every token is reused or has the reason why not: reused" in page.text
 
 
+async def test_windows_are_shown_like_other_pools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "log", tmp_path / "report.html"
+    with open_log(path) as log:
+        async with CacheRuntime(config(True, window=True), events=log) as cache:
+            driver = Driver(cache, 1)
+            for _ in range(200):
+                await driver.operate()
+            tree = cache.stats().spans["window"].tree
+    assert tree > 0
+    assert main(["report", str(path), "-o", str(out)]) == 0
+    page = Page(out.read_text())
+    labels = [chart.get("aria-label") or "" for chart in page.charts]
+    assert any(label.startswith("Pages of windows on the device by holder") for label in labels)
+    assert any("window pages left the device" in label for label in labels)
+    assert "window pages evicted" in page.text and "24 window pages, grid" in page.text
+    capsys.readouterr()
+    assert main(["report", str(path), "--text"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"window: at most \d+ of 24 held; at the end", text)
+    assert re.search(r"window pages evicted from the device: .*\d+ asked", text)
+    assert main(["trace", str(path), "--at", "+1e9"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^window: .*\b{tree} tree", text, re.MULTILINE)
+    assert sum(map(int, re.findall(r"(\d+) window pages", text))) == tree
+    shown = io.StringIO()
+    watch(path, every_s=1e6, once=True, console=Console(file=shown, width=100))
+    assert "pages a second from the window" in shown.getvalue()
+
+
 def test_names_in_a_report_are_text(tmp_path: Path) -> None:
     path, out = tmp_path / "log", tmp_path / "report.html"
     evil = "<script>alert(1)</script>"

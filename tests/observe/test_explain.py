@@ -102,6 +102,23 @@ async def test_a_log_explains_a_request(tmp_path: Path) -> None:
         explain_request(path, "nobody", run=1)
 
 
+async def test_what_else_went_is_not_taken_for_the_kv_that_did(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open_log(path) as log:
+        async with CacheRuntime(config(True, window=True), events=log) as cache:
+            await serve(cache, PROMPT, "first")
+            await serve(cache, [50 + n for n in range(17)], "other")
+            cache.release(await cache.allocate(pages=31, spans={"window": 20}, owner="both"))
+            await serve(cache, PROMPT, "again")
+    evictions = (one.event for one in read_log(path) if isinstance(one.event, events.Evicted))
+    (made_room,) = (one for one in evictions if one.request == "both")
+    assert {"leaf", "span"} <= {victim.what for victim in made_room.victims}
+    again = explain_request(path, "again")
+    assert reasons(again)["evicted"] > 0
+    leaves = [one for one in made_room.victims if one.what not in ("state", "span")]
+    assert detail(again, "evicted").count("tokens up to") == len(leaves) < 3
+
+
 async def test_what_the_host_had_and_what_did_not_come(tmp_path: Path) -> None:
     path, broken = tmp_path / "log", False
     engines: list[CopyEngine] = []

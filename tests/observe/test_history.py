@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from observe.driver import Driver, config
 
-from phloem import CacheRuntime, InvalidRequest, events
+from phloem import CacheRuntime, InvalidRequest, WorkerStream, events
 from phloem.actors.tree.core import WritePolicy
 from phloem.cuda_streams.clocks import VirtualClock
 from phloem.cuda_streams.engine import CopyEngine, Post, Ticket
 from phloem.cuda_streams.virtual import VirtualEngine
+from phloem.runtime.observe.counts import Counts
+from phloem.runtime.observe.figures import HOLDERS, Figures
 from phloem.runtime.observe.history import History, replay
 from phloem.runtime.observe.state import CacheState, live_state
 from phloem.runtime.tracing import open_log
@@ -49,6 +52,69 @@ async def test_the_rebuilt_state_is_the_live_one(hybrid: bool, seed: int) -> Non
     if hybrid:
         wanted |= {"StatePut", "StateTaken", "NodesMerged", "CopyEnded", "Refused"}
     assert wanted <= kinds
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
+@pytest.mark.parametrize("seed", range(2))
+async def test_with_a_window_the_rebuilt_state_is_the_live_one(hybrid: bool, seed: int) -> None:
+    history, figures, counts = History(), Figures(), Counts()
+    kinds: set[str] = set()
+
+    def sink(event: events.Event) -> None:
+        history.add(0.0, event)
+        figures.add(0.0, event)
+        counts(event)
+        kinds.add(type(event).__name__)
+        if isinstance(event, events.TreeChanged):
+            kinds.update(type(change).__name__ for change in event.changes)
+        if isinstance(event, events.Evicted):
+            kinds.update(victim.what for victim in event.victims)
+
+    async with CacheRuntime(config(hybrid, window=True), events=sink) as cache:
+        driver = Driver(cache, seed)
+        most = 0
+        for _ in range(800):
+            await driver.operate()
+            assert history.state() == live_state(cache.core)
+            stats = cache.stats().spans["window"]
+            held = {name: getattr(stats, name) for name in HOLDERS}
+            assert history.counts("window") == figures.pools["window"].held == held
+            most = max(most, stats.tree)
+        await driver.close()
+        await cache.audit()
+        assert history.state() == live_state(cache.core)
+        assert most > 12
+    wanted = {"SpanPut", "SpanTaken", "span", "leaf", "tail", "NodeSplit", "NodesMerged"}
+    assert wanted | {"ResetDone", "RequestForked"} <= kinds
+    gone = sum(sum(one.spans.values()) for one in figures.evictions)
+    assert sum(counts.evicted_spans.values()) == gone > 0
+    assert counts.granted_spans["window", "device"] > gone
+
+
+async def test_pages_of_a_window_that_wait_for_a_pass_are_told() -> None:
+    history, figures = History(), Figures()
+
+    def sink(event: events.Event) -> None:
+        history.add(0.0, event)
+        figures.add(0.0, event)
+
+    async with CacheRuntime(config(False, window=True), events=sink) as cache:
+        gate, stream = threading.Event(), WorkerStream("model", cache.core.post)
+        request = await cache.open_request(list(range(8)))
+        await request.allocate(8)
+        await request.ready()
+        with cache.step([request], stream=stream) as step:
+            stream.run(gate.wait)
+            step.launched({request: 8})
+        request.abort()
+        for parked in (4, 0):
+            assert cache.stats().spans["window"].parked == parked
+            assert history.counts("window") == figures.pools["window"].held
+            assert history.counts("window")["parked"] == parked
+            assert history.state() == live_state(cache.core)
+            gate.set()
+            cache.release(await cache.allocate(pages=40, owner="next", timeout=10))
+        stream.close()
 
 
 HOSTS: tuple[WritePolicy, ...] = ("write_through", "selective", "write_back")

@@ -55,11 +55,11 @@ async def scrape(server: MetricsServer) -> Series:
     return series
 
 
-@pytest.mark.parametrize("host", [None, "write_back"])
+@pytest.mark.parametrize(("host", "window"), [(None, False), ("write_back", False), (None, True)])
 async def test_every_metric_exists_before_first_use_and_tells_the_truth(
-    host: WritePolicy | None,
+    host: WritePolicy | None, window: bool
 ) -> None:
-    async with CacheRuntime(config(True, host=host), metrics=True) as cache:
+    async with CacheRuntime(config(True, host=host, window=window), metrics=True) as cache:
         with cache.serve_metrics(port=0) as server:
             before = await scrape(server)
             assert {name for name, _ in before} == set(METRICS)
@@ -78,9 +78,16 @@ async def test_every_metric_exists_before_first_use_and_tells_the_truth(
             for holder in ("free", "parked", "tree", "granted"):
                 shown = after["phloem_pool_places", ("attention", "device", holder)]
                 assert shown == getattr(stats.kv, holder)
+                spans = stats.spans.get("window")
+                shown = after["phloem_pool_places", ("window", "device", holder)]
+                assert shown == (0 if spans is None else getattr(spans, holder))
                 there = after["phloem_pool_places", ("state", "host", holder)]
                 assert there == (getattr(stats.host_state, holder) if stats.host_state else 0)
             assert after["phloem_evicted_total", ("attention", "device", "asked")] > 0
+            assert (after["phloem_evicted_total", ("window", "device", "asked")] > 0) == window
+            assert (after["phloem_granted_total", ("window", "device")] > 0) == window
+            kept = {span.component: span.protected for span in stats.tree.spans}
+            assert after["phloem_tree_protected", ("window",)] == kept.get("window", 0)
             assert after["phloem_copies_total", ("copy_state",)] > 0
             assert after["phloem_copying_seconds_total", ("copy_state",)] > 0
             assert (after["phloem_copies_total", ("backup",)] > 0) == (host is not None)

@@ -186,6 +186,7 @@ def _readable(state: CacheState) -> str:
             number, depth = waiting.pop()
             node = nodes[number]
             mark = f", state {node.state}" if node.state else ""
+            mark += "".join(f", {len(held)} {name} pages" for name, held in node.spans.items())
             lines.append(
                 f"{'  ' * depth}{node.start}..{node.end} (node {node.id}, {len(node.pages)} pages"
                 f"{mark}){_held_by(leases.get(node.id, []))}"

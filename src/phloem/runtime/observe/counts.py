@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TypeVar, get_args
 
+from phloem.actors.tree.components import SPANS
 from phloem.actors.tree.placement import Refusal
 from phloem.actors.tree.results import LOST
 from phloem.events import (
@@ -25,6 +26,7 @@ from phloem.events import (
     RequestForked,
     RequestOpened,
     ResetDone,
+    RuntimeStarted,
     Waited,
 )
 
@@ -35,6 +37,9 @@ NOT_LOADED: tuple[str, ...] = ("no_room", "copy_failed")
 EVICTED: tuple[tuple[str, str], ...] = (
     *(("device", why) for why in ("room", "asked", "path_cap")),
     ("host", "room"),
+)
+EVICTED_SPANS: tuple[tuple[str, str, str], ...] = tuple(
+    (name, tier, why) for name in SPANS for tier, why in EVICTED if tier == "device"
 )
 REFUSED: tuple[tuple[str, str], ...] = (
     *(("room", why) for why in ("no_room", "deadlock", "left", "ended")),
@@ -63,11 +68,13 @@ class Counts:
         self.requests_ended = dict.fromkeys(ENDED, 0)
         self.evicted_pages = dict.fromkeys(EVICTED, 0)
         self.evicted_states = dict.fromkeys(EVICTED, 0)
+        self.evicted_spans = dict.fromkeys(EVICTED_SPANS, 0)
         self.refused = dict.fromkeys(REFUSED, 0)
         self.uncopied_pages = 0
         self.uncopied_states = 0
         self.granted_pages = dict.fromkeys(TIERS, 0)
         self.granted_states = dict.fromkeys(TIERS, 0)
+        self.granted_spans = {(name, "device"): 0 for name in SPANS}
         self.waits = 0
         self.copies = dict.fromkeys(COPIES, 0)
         self.copies_failed = dict.fromkeys(COPIES, 0)
@@ -78,6 +85,7 @@ class Counts:
         self.resets = 0
         self._usable: dict[str, int] = {}  # of requests that run
         self._in_flight: dict[int, str] = {}
+        self._spans: tuple[str, ...] = ()  # the span components, in the order of counts of them
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
@@ -101,6 +109,8 @@ class Counts:
             case Granted():
                 self.granted_pages[event.tier] += len(event.pages)
                 self.granted_states[event.tier] += len(event.states)
+                for name, ids in event.spans.items():
+                    _add(self.granted_spans, (name, event.tier), len(ids))
             case Waited():
                 self.waits += 1
             case Refused():
@@ -122,6 +132,8 @@ class Counts:
                 self.leases_leaked += 1
             case ResetDone():
                 self.resets += 1
+            case RuntimeStarted():
+                self._spans = tuple(event.spans)
             case _:
                 pass
 
@@ -148,6 +160,8 @@ class Counts:
         key = event.tier, event.why
         _add(self.evicted_pages, key, event.pages + event.pages_promised)
         _add(self.evicted_states, key, event.states + event.states_promised)
+        for name, pages in zip(self._spans, event.spans, strict=False):
+            _add(self.evicted_spans, (name, *key), pages)
 
     def _ended(self, event: RequestEnded) -> None:
         _add(self.requests_ended, event.how, 1)

@@ -196,7 +196,7 @@ class _Story:
         if found is None:
             return _made_room(event.evicted_by, f"use {event.evicted_at} of the tree")
         time, evicted = found
-        chosen = [victim for victim in evicted.victims if victim.what != "state"]
+        chosen = [victim for victim in evicted.victims if victim.what not in ("state", "span")]
         scores = ", ".join(f"{v.score} (tokens up to {v.end})" for v in chosen[:3])
         return (
             f"{_made_room(evicted.request, _ago(self._time - time))}, turn {evicted.turn}; "

@@ -54,7 +54,7 @@ HOLDERS: tuple[Holder, ...] = ("tree", "granted", "parked", "free")
 
 
 def pool_of(component: str, tier: str) -> str:
-    """The name of a pool: `kv`, `state`, `host_kv`, `host_state`."""
+    """The name of a pool: `kv`, `state`, `host_kv`, `host_state`, that of a span component."""
     return component if tier == "device" else f"{tier}_{component}"
 
 
@@ -146,6 +146,7 @@ class Eviction(msgspec.Struct, frozen=True):
     why: str
     by: str
     tier: str
+    spans: dict[str, int] = {}  # pages of each span component
 
 
 class Figures:
@@ -248,6 +249,7 @@ class Figures:
         if event.host_pages:
             self.pools["host_kv"] = PoolCounts(event.host_pages)
             self.pools["host_state"] = PoolCounts(event.host_states)
+        self.pools.update({name: PoolCounts(size) for name, size in event.spans.items()})
         for one in (self.running, self.waiting, self.in_flight, self.open_steps, self._planned):
             one.clear()
         self._queue_free.clear()
@@ -257,9 +259,14 @@ class Figures:
         if count and pool in self.pools:
             self.pools[pool].move(count, origin, to)
 
+    def _move_spans(self, spans: dict[str, list[int]], origin: Holder, to: Holder) -> None:
+        for name, ids in spans.items():
+            self._move(name, len(ids), origin, to)
+
     def _on_granted(self, event: Granted) -> None:
         self._move(pool_of("kv", event.tier), len(event.pages), "free", "granted")
         self._move(pool_of("state", event.tier), len(event.states), "free", "granted")
+        self._move_spans(event.spans, "free", "granted")
         self.note_pools()
         wait = self.waiting.pop(event.asked, None)
         if wait is not None:
@@ -274,11 +281,13 @@ class Figures:
     def _on_parked(self, event: Parked) -> None:
         self._move("kv", len(event.pages), "granted", "parked")
         self._move("state", len(event.states), "granted", "parked")
+        self._move_spans(event.spans, "granted", "parked")
         self.note_pools()
 
     def _on_inserted(self, event: Inserted) -> None:
         self._move("kv", len(event.adopted), "granted", "tree")
         self._move("state", int(event.adopted_state > 0), "granted", "tree")
+        self._move_spans(event.spans, "granted", "tree")
         self.note_pools()
 
     def _on_kept(self, event: Kept) -> None:
@@ -288,8 +297,10 @@ class Figures:
     def _on_evicted(self, event: Evicted) -> None:
         pages = event.pages + event.pages_promised
         states = event.states + event.states_promised
-        if pages or states:
-            gone = Eviction(self.last, pages, states, event.why, event.request, event.tier)
+        names = () if self.started is None else self.started.spans
+        spans = dict(zip(names, event.spans, strict=False))
+        if pages or states or any(spans.values()):
+            gone = Eviction(self.last, pages, states, event.why, event.request, event.tier, spans)
             self.note_eviction(gone)
 
     # -- requests ------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Gathered(Figures):
         self.prompts = 0
         self.reused = {"device": [0.0] * BUCKETS, "host": [0.0] * BUCKETS}
         self.lost: dict[str, list[float]] = {}
-        # Tier and `pages` or `states`: by reason.
+        # Tier and `pages`, `states` or those of a span component, as `window pages`: by reason.
         self.gone: dict[tuple[str, str], dict[str, list[float]]] = {}
         self.held: list[dict[str, dict[Holder, int]]] = []  # at the edges: pools by holder
         self.sizes: dict[str, int] = {}  # of the pools
@@ -155,7 +155,9 @@ class Gathered(Figures):
     def note_eviction(self, eviction: Eviction) -> None:
         """See `Figures`."""
         row = self._bucket(eviction.time)
-        for what, count in (("pages", eviction.pages), ("states", eviction.states)):
+        counts = {"pages": eviction.pages, "states": eviction.states}
+        counts |= {f"{name} pages": pages for name, pages in eviction.spans.items()}
+        for what, count in counts.items():
             if count:
                 by_reason = self.gone.setdefault((eviction.tier, what), {})
                 by_reason.setdefault(eviction.why, [0.0] * BUCKETS)[row] += count

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from phloem.actors.tree.components import SPANS
 from phloem.errors import InvalidRequest, RuntimeClosed
 from phloem.runtime.observe.counts import Counts
 
@@ -55,7 +56,7 @@ METRICS: dict[str, _About] = {
     "phloem_evicted_total": _About(
         "counter",
         ("kind", "tier", "reason"),
-        "Pages (attention) and slots (state) that left a tier, or will once they are copied.",
+        "Pages (attention, window) and slots (state) that left a tier, or will once copied.",
     ),
     "phloem_evicted_uncopied_total": _About(
         "counter", ("kind",), "Of them, gone without the copy that was to be made first."
@@ -148,6 +149,7 @@ class CacheCollector(Collector):
             "phloem_evicted_total": [
                 *_of_kind("attention", counts.evicted_pages.items()),
                 *_of_kind("state", counts.evicted_states.items()),
+                *((labels, float(n)) for labels, n in list(counts.evicted_spans.items())),
             ],
             "phloem_evicted_uncopied_total": _each(
                 {"attention": counts.uncopied_pages, "state": counts.uncopied_states}
@@ -155,6 +157,7 @@ class CacheCollector(Collector):
             "phloem_granted_total": [
                 *_of_kind("attention", (((tier,), n) for tier, n in counts.granted_pages.items())),
                 *_of_kind("state", (((tier,), n) for tier, n in counts.granted_states.items())),
+                *_pairs(counts.granted_spans),
             ],
             "phloem_waits_total": _one(counts.waits),
             "phloem_refused_total": _pairs(counts.refused),
@@ -193,6 +196,7 @@ def _gauges(stats: Stats) -> dict[str, list[Sample]]:
         ("state", "device"): stats.state,
         ("attention", "host"): stats.host_kv,
         ("state", "host"): stats.host_state,
+        **{(name, "device"): stats.spans.get(name) for name in SPANS},
     }
     places: list[Sample] = [
         ((*name, holder), 0.0 if pool is None else float(getattr(pool, holder)))
@@ -200,11 +204,16 @@ def _gauges(stats: Stats) -> dict[str, list[Sample]]:
         for holder in ("free", "parked", "tree", "granted")
     ]
     tree = stats.tree
+    protected = {span.component: span.protected for span in tree.spans}
     return {
         "phloem_pool_places": places,
         "phloem_tree_nodes": _one(tree.nodes),
         "phloem_tree_protected": _each(
-            {"attention": tree.pages_protected, "state": tree.states_protected}
+            {
+                "attention": tree.pages_protected,
+                "state": tree.states_protected,
+                **{name: protected.get(name, 0) for name in SPANS},
+            }
         ),
         "phloem_leases": _one(tree.leases),
         "phloem_requests": _one(stats.requests),

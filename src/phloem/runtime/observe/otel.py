@@ -179,6 +179,8 @@ class SpanSink:
         found = self._requests.get(event.request)
         if found is not None:
             figures = {"phloem.pages": event.pages, "phloem.states": event.states}
+            if event.spans:
+                figures["phloem.span_pages"] = sum(event.spans)
             found[0].add_event("phloem.evicted", figures, timestamp=self._now())
 
     def _stopped(self, event: RuntimeStopped) -> None:

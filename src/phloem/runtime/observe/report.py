@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from phloem.actors.tree.components import SPANS
 from phloem.runtime.observe.charts import (
     HALF,
     WIDTH,
@@ -67,6 +68,7 @@ _POOLS = {
     "host_kv": "Pages of KV on the host",
     "state": "Slots of states on the device",
     "host_state": "Slots of states on the host",
+    **{name: f"Pages of {name}s on the device" for name in SPANS},
 }
 _QUEUES = {"d2d": "on the device", "d2h": "to the host", "h2d": "from the host"}
 
@@ -131,8 +133,9 @@ class _Report:
         if started.host_pages:
             host = f"; host tier of {started.host_pages} pages, {started.host_states} states"
         runs = len(self._g.runs)
+        spans = "".join(f"{size} {name} pages, " for name, size in started.spans.items())
         return (
-            f"{started.pages} pages of {started.page_size} tokens, {started.states} states, "
+            f"{started.pages} pages of {started.page_size} tokens, {started.states} states, {spans}"
             f"grid {started.grid}, {started.policy or 'lru'}{host}; {self._g.length:.3g} s, "
             f"{self._g.events} events" + (f", {runs} runs" if runs > 1 else "")
         )
@@ -148,6 +151,11 @@ class _Report:
             "loaded from the host": percent(host, self._asked),
             "pages evicted": number(self._evicted("device", "pages")),
             "states evicted": number(self._evicted("device", "states")),
+            **{
+                f"{name} pages evicted": number(self._evicted("device", f"{name} pages"))
+                for name in SPANS
+                if name in g.sizes
+            },
             "copied": bytes_of(copied),
         }
         if "host_kv" not in g.sizes:
@@ -306,13 +314,16 @@ class _Report:
         only = sum(bool(node.host_pages) and not node.pages for node in nodes)
         where = f"{only} of them on the host only" if only else "all on the device"
         more = f" {left_out} leaves that were used longest ago are left out." if left_out else ""
-        head = ("node", "from", "to", "pages", "state", "on the host", "state there", "used before")
+        spans = [name for name in SPANS if name in self._g.sizes]
+        head = ("node", "from", "to", "pages", *(f"{name} pages" for name in spans), "state")
+        head = (*head, "on the host", "state there", "used before")
         deepest = sorted(nodes, key=lambda node: -node.end)[:_ROWS_MAX]
         figures = table(
             head,
             [
                 (
                     *map(str, (node.id, node.start, node.end, len(node.pages))),
+                    *(str(len(node.spans.get(name, ()))) for name in spans),
                     "yes" if node.state else "no",
                     str(len(node.host_pages)),
                     "yes" if node.host_state else "no",

@@ -44,6 +44,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The cache at `time`; rates are sums over the last `window_s` seconds.
 
     `started` is false as long as no runtime has been seen. `missed`: events that are missing here.
+    `evicted` counts pages by tier, those of a span component by its name.
     """
 
     time: float
@@ -75,6 +76,8 @@ def snapshot(figures: Figures, every_s: float, *, missed: int = 0) -> Snapshot:
     for gone in figures.evictions:
         if gone.time > since:
             evicted[gone.tier] = evicted.get(gone.tier, 0) + gone.pages
+            for name, pages in gone.spans.items():
+                evicted[name] = evicted.get(name, 0) + pages
     return Snapshot(
         time=figures.last,
         window_s=window,

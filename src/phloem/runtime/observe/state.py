@@ -55,9 +55,9 @@ class CacheState(msgspec.Struct, frozen=True):
     """Tree, leases, pools and what is under way.
 
     `leases` are those of callers; what a copy protects while it is made is not among them. `pools`
-    has for each pool (`kv`, `state`, and with a host tier `host_kv`, `host_state`) the owners of
-    its places as runs `(owner, count)`, from place 1 on; an owner is `free`, `parked`, `tree` or
-    `grant of NAME`.
+    has for each pool (`kv`, `state`, span components by name, and with a host tier `host_kv`,
+    `host_state`) the owners of its places as runs `(owner, count)`, from place 1 on; an owner is
+    `free`, `parked`, `tree` or `grant of NAME`.
     """
 
     generation: int
