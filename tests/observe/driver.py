@@ -60,6 +60,7 @@ def config(
         device_spans={"window": 24} if window else {},
         inline=inline,
         placement=Placement(max_states_per_path=3),
+        eviction="lru",  # what the tests wait to see was looked for under it
         host_bytes=0 if host is None else 1280 + 64 * hybrid,
         write_policy=host or "write_through",
     )
