@@ -119,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHEN",
         help="write_through, selective or write_back (default: %(default)s)",
     )
+    pools.add_argument(
+        "--faults",
+        default="",
+        metavar="HOW:N",
+        help="every N-th load from the host fails, hangs or comes late: fail:3, hang:3, late:3",
+    )
     commands.add_parser(
         "env",
         parents=[json_option],
@@ -134,6 +140,7 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
+        from phloem.runtime.demo.faults import parse_faults
         from phloem.runtime.demo.main import Options, run
         from phloem.runtime.demo.measure import Settings
         from phloem.runtime.demo.report import show
@@ -158,6 +165,7 @@ def _demo(options: argparse.Namespace) -> int:
                 states=options.states,
                 host_bytes=options.host,
                 write_policy=options.write_policy,
+                faults=parse_faults(options.faults) if options.faults else None,
             ),
         )
     )

@@ -18,6 +18,7 @@ from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.threads import WorkerStream
 from phloem.runtime.cache import CacheRuntime, PoolStats
 from phloem.runtime.config import CacheConfig
+from phloem.runtime.demo.faults import HANG_TIMEOUT_S, LoadFaults
 from phloem.runtime.demo.workloads import Turn, Workload, distinct_tokens
 from phloem.runtime.integrations.bare import BareCache
 from phloem.runtime.integrations.server import Completion, HybridServer
@@ -44,7 +45,8 @@ class Settings:
 
     With `chunk` equal to the grid (`state_chunk` here), a prompt is computed in the same pieces
     whatever was reused, so its logits are the same bits. With `host_bytes` the cache has a host
-    tier, which is of use when `pages` or `states` are fewer than what is worth keeping.
+    tier, which is of use when `pages` or `states` are fewer than what is worth keeping. `faults`
+    are those of its loads.
     """
 
     page_size: int = 16
@@ -54,6 +56,7 @@ class Settings:
     chunk: int = 64
     host_bytes: int | str = 0
     write_policy: WritePolicy = "write_through"
+    faults: LoadFaults | None = None
 
 
 _BARE = Settings()  # at least: who keeps nothing is not to be slowed by small pools
@@ -134,8 +137,13 @@ async def compare(
         device_states=settings.states if model.layout.has_states else 0,
         host_bytes=settings.host_bytes,
         write_policy=settings.write_policy,
+        copy_timeout_s=60.0 if settings.faults is None else HANG_TIMEOUT_S,
     )
-    async with CacheRuntime(config, events=events) as cache, AsyncExitStack() as at_end:
+    engine = None if settings.faults is None else settings.faults.engine
+    async with (
+        CacheRuntime(config, events=events, engine=engine) as cache,
+        AsyncExitStack() as at_end,
+    ):
         stream = cache.worker_stream("model")
         at_end.callback(stream.close)
         server: HybridServer[Request] = HybridServer(
@@ -230,7 +238,8 @@ async def _settled_audit(cache: CacheRuntime) -> str:
     """Wait until nothing is parked any more, then audit; what is wrong, or nothing."""
     for _ in range(_SETTLE_TRIES):
         stats = cache.stats()
-        if not stats.kv.parked and not stats.state.parked and not stats.requests:
+        moving = stats.kv.parked or stats.state.parked or stats.copies_in_flight
+        if not moving and not stats.requests:
             break
         await asyncio.sleep(_SETTLE_S)
     try:
