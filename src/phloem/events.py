@@ -144,6 +144,9 @@ class RequestEnded(Event, frozen=True, gc=False, kw_only=True):
     """A request finished or aborted, with what it computed and published, in tokens.
 
     `reused` also counts what it took over after it was opened; `loaded` of it came from the host.
+    With `CacheConfig.tell_prompts`, `blocks` are `TokenKey.digests` of its whole pages of
+    `page_size` tokens; it was opened with `prompt_tokens` (a fork: its parent was) and ended with
+    `tokens`. Else they are empty and 0.
     """
 
     how: str
@@ -151,6 +154,10 @@ class RequestEnded(Event, frozen=True, gc=False, kw_only=True):
     computed: int
     published: int
     loaded: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    page_size: int = 0
+    blocks: list[int] = []
 
 
 class LeaseTaken(Event, frozen=True, gc=False, kw_only=True):

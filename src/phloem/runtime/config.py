@@ -45,6 +45,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `audit_nodes`: after each turn of the tree so many of its nodes are audited, round after round;
     for debugging. A broken one stops the runtime with `CacheCrashed`. 0: only on demand.
 
+    `tell_prompts`: the event of a request's end tells which prefixes it shares, by a digest of 64
+    bits for each whole page of its prompt and answer, so that `phloem replay` can read the log of
+    events. It contains no tokens, but is no secret either: who guesses a prompt can tell whether it
+    was served. It costs about a microsecond and 20 bytes of the log a page, at the request's end.
+
     `host_bytes` (likewise) is the host tier's, for pages and states together; 0 leaves it off.
     `loads`: whether what is there is loaded "always", or only where that is the
     "cheapest" way to the end of a prompt, by `prefill_tokens_per_s` and `load_bytes_per_s`, or by
@@ -79,6 +84,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     close_timeout_s: float = 10.0
     copy_timeout_s: float = 60.0
     audit_nodes: int = 0
+    tell_prompts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "state_chunk", "device_pages", "queue_max", "snapshot_slots"):

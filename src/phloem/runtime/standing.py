@@ -151,6 +151,8 @@ class Standing:
         if core.stopped:
             return
         if core.emit is not None:
+            told = core.config.tell_prompts
+            page_size = core.config.page_size
             core.emit(
                 RequestEnded(
                     context=core.domain.caller_context(),
@@ -160,6 +162,10 @@ class Standing:
                     loaded=self._tokens_loaded,
                     computed=self._tokens_computed,
                     published=published,
+                    prompt_tokens=self.prompt_tokens if told else 0,
+                    tokens=self._key.length if told else 0,
+                    page_size=page_size if told else 0,
+                    blocks=self._key.digests(page_size) if told else [],
                 )
             )
         pages, states = self._holding.own_pages, self._holding.own_states

@@ -11,6 +11,7 @@ from phloem.runtime.traces.readers import (
     TraceRequest,
     read_agent_tokens,
     read_azure,
+    read_event_log,
     read_mooncake,
     read_sessions,
     read_token_log,
@@ -21,6 +22,6 @@ from phloem.runtime.traces.samples import SAMPLES, sample
 __all__ = [
     "TraceRequest", "read_trace",
     "read_mooncake", "read_sessions", "Sessions", "read_agent_tokens", "read_token_log",
-    "read_azure",
+    "read_azure", "read_event_log",
     "SAMPLES", "sample",
 ]  # fmt: skip

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.errors import InvalidRequest
+from phloem.events import RequestEnded, RequestForked, RequestOpened, RuntimeStarted
+from phloem.runtime.tracing import EntryDecoder
 
 __all__ = [
     "Sessions",
@@ -30,6 +32,7 @@ __all__ = [
     "is_sessions",
     "read_agent_tokens",
     "read_azure",
+    "read_event_log",
     "read_mooncake",
     "read_sessions",
     "read_token_log",
@@ -46,8 +49,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a trace, `at_s` seconds after its start.
 
     `blocks` are ids of blocks of `block_size` tokens; the last one may be partial, or left out.
-    `length` are the tokens of the prompt, `output` those of the answer, and `answer` their ids in
-    the traces that tell them, which have blocks of one token.
+    `length` are the tokens of the prompt, `output` those of the answer, and `answer` the ids of
+    their blocks in the traces that tell them.
     """
 
     at_s: float
@@ -376,6 +379,86 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
         made = (made + length) % 2**30
 
 
+# -- the runtime's own logs ------------------------------------------------------------------------
+
+
+class _Request(msgspec.Struct):
+    """One that was opened; `made` once it has finished."""
+
+    opened_s: float
+    session: str
+    made: TraceRequest | None = None
+
+
+def read_event_log(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]:
+    """A log of events in `json` style, of runtimes with `CacheConfig.tell_prompts`.
+
+    The requests that finished, as they were opened; a fork is a request with its parent's prompt.
+    Left out are those that were aborted, whose opening or end is not in the log, and, but with
+    `empty`, whose prompt fills no page. In memory are those since the oldest that is
+    open. Raises `InvalidRequest` for a line that is no event, and for a request's end that does not
+    tell its prompt.
+    """
+    decoder = EntryDecoder()
+    waiting: dict[int, _Request] = {}  # in the order in which they were opened
+    live: dict[str, int] = {}
+    numbers: dict[int, int] = {}
+    opened, start = 0, None
+    for number, line in _lines(path):
+        try:
+            entry = decoder.decode(line.encode())
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path.name}, line {number} is no event: {error}") from error
+        event = entry.event
+        if isinstance(event, RequestOpened | RequestForked):
+            if event.request in live:
+                continue  # it was suspended, and goes on
+            start = entry.time if start is None else start
+            session = event.session if isinstance(event, RequestOpened) else ""
+            waiting[opened] = _Request(max(0.0, entry.time - start), session)
+            live[event.request] = opened
+            opened += 1
+            continue
+        if isinstance(event, RuntimeStarted):
+            for left in live.values():  # the run before has ended, and they with it
+                del waiting[left]
+            live.clear()
+        elif isinstance(event, RequestEnded):
+            if not event.page_size:
+                raise InvalidRequest(
+                    f"{path.name}, line {number}: request {event.request!r} ended without telling "
+                    "its prompt; the log of a runtime with CacheConfig(tell_prompts=True) can be "
+                    "replayed"
+                )
+            at = live.pop(event.request, None)
+            if at is not None and event.how == "finished":
+                waiting[at].made = _served(waiting[at], event, numbers)
+            elif at is not None:
+                del waiting[at]
+        while waiting and (made := next(iter(waiting.values())).made) is not None:
+            del waiting[next(iter(waiting))]
+            if len(made.blocks) or empty:
+                yield made
+    for request in waiting.values():
+        if request.made is not None and (len(request.made.blocks) or empty):
+            yield request.made
+
+
+def _served(request: _Request, ended: RequestEnded, numbers: dict[int, int]) -> TraceRequest:
+    """The page in which the answer begins is counted with the answer's."""
+    ids = [numbers.setdefault(one, len(numbers)) for one in ended.blocks]
+    whole = ended.prompt_tokens // ended.page_size
+    return TraceRequest(
+        at_s=request.opened_s,
+        session=request.session,
+        blocks=np.array(ids[:whole], np.int32),
+        block_size=ended.page_size,
+        length=ended.prompt_tokens,
+        output=max(0, ended.tokens - ended.prompt_tokens),
+        answer=np.array(ids[whole:], np.int32),
+    )
+
+
 _BY_FIELD: tuple[tuple[str, Callable[[Path], Iterator[TraceRequest]]], ...] = (
     ('"hash_ids"', read_mooncake),
     ('"prompt_token_ids"', read_token_log),
@@ -383,6 +466,7 @@ _BY_FIELD: tuple[tuple[str, Callable[[Path], Iterator[TraceRequest]]], ...] = (
     ('"block_size"', read_sessions),
     ('"reuse"', read_agent_tokens),
     ("ContextTokens", read_azure),
+    ('"event":', read_event_log),
 )
 
 
@@ -400,6 +484,8 @@ def read_trace(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]:
     reader = _reader_of(path)
     if empty and reader is read_agent_tokens:
         return read_agent_tokens(path, empty=True)
+    if empty and reader is read_event_log:
+        return read_event_log(path, empty=True)
     return reader(path)
 
 
