@@ -218,6 +218,10 @@ class HostRun:
         self.world.tree.use_policy(name)
         self.check()
 
+    def close_host(self, closed: bool) -> None:
+        self.world.tree.close_host(closed)
+        self.check()
+
     def tick(self) -> None:
         self.world.tree.tick(self.world.tree.time + 1)
         self.check()
@@ -322,6 +326,8 @@ def _wander_once(run: HostRun, chance: random.Random) -> None:
         run.tick()
     elif step < 0.965:
         run.close_session("a")
+    elif step < 0.975:
+        run.close_host(state)
     else:
         run.match(key, key.length)
 

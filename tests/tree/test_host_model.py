@@ -155,6 +155,11 @@ class HostMachine(RuleBasedStateMachine):
         if not really:
             self.run.use_policy(name)
 
+    @rule(closed=st.booleans(), really=st.integers(0, 3))
+    def close_host(self, closed: bool, really: int) -> None:
+        if not really:
+            self.run.close_host(closed)
+
     @rule(session=st.integers(1, 3))
     def time_passes(self, session: int) -> None:
         self.run.tick()

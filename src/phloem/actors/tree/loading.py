@@ -18,12 +18,13 @@ from phloem.actors.tree.choosing import Load
 from phloem.actors.tree.components import kv_may_go, state_may_go
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.host import part_of
+from phloem.actors.tree.host_shedding import HostSheddingTree
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.operations import Operation
 from phloem.actors.tree.residency import check_change
 from phloem.actors.tree.results import Ended, Kept
-from phloem.actors.tree.shedding import SheddingTree, Tally
+from phloem.actors.tree.shedding import Tally
 from phloem.errors import InvalidRequest
 
 __all__ = ["LoadingTree"]
@@ -39,7 +40,7 @@ class _Ending(NamedTuple):
     actions: Actions
 
 
-class LoadingTree(SheddingTree):
+class LoadingTree(HostSheddingTree):
     """A tree whose operations are carried out; `Tree` adds leases and inserts."""
 
     def plan(self, lease: Lease) -> tuple[int, Actions]:

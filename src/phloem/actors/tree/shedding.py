@@ -12,7 +12,7 @@ from phloem.actors.tree.backing import BackingTree
 from phloem.actors.tree.components import SpanComponent, kv_may_go
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.ghosts import mark_of
-from phloem.actors.tree.host import HostTier, host_kv_may_go, part_of
+from phloem.actors.tree.host import HostTier, part_of
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
 from phloem.actors.tree.policies import KEEP, Policy, Score, policy_named
 from phloem.actors.tree.results import Evicted
@@ -210,7 +210,7 @@ class SheddingTree(BackingTree):
             gone.pages += node.page_count
             gone.states += node.state != NO_SLOT
             self._drop_leaf(node, gone.actions, gone.by)
-        elif self._copies_first and (self._lacks_copy(node) or part_of(node).leaving_children):
+        elif self._waits_for_copies(node):
             self._copy_first(host, node, gone)
         else:
             self._lose_for_good(host, node, gone)
@@ -230,7 +230,8 @@ class SheddingTree(BackingTree):
     def _lose_state(self, node: Node, gone: Tally) -> None:
         host, part = self.host, node.host
         gone.states += 1
-        if host is not None and self._copies_first and (part is None or not part.state):
+        copied_first = self._copies_first and (part is None or not part.state)
+        if host is not None and (copied_first or (part and self._is_read_by(part.state_backup))):
             self._plan_backup(host, node, gone.actions, state_only=True)
             host.leave_state(node)
             gone.states_promised += 1
@@ -242,6 +243,23 @@ class SheddingTree(BackingTree):
     def _copies_first(self) -> bool:
         """Whether what leaves the device is copied to the host before."""
         return self.write_policy == "write_back" and not self.host_closed
+
+    def _waits_for_copies(self, node: Node) -> bool:
+        """Whether KV may only go when copies have ended: its own, or those of what is below it."""
+        part = node.host
+        return (self._copies_first and self._lacks_copy(node)) or (
+            part is not None
+            and (
+                part.leaving_children > 0
+                or self._is_read_by(part.kv_backup)
+                or self._is_read_by(part.state_backup)
+            )
+        )
+
+    def _is_read_by(self, number: int) -> bool:
+        """Whether a backup is being copied; what was to leave behind it has no other protection."""
+        backup = self.operations.live.get(number)
+        return backup is not None and backup.phase == "submitted"
 
     def _lacks_copy(self, node: Node) -> bool:
         """Whether the host lacks something that the node has on the device."""
@@ -397,60 +415,6 @@ class SheddingTree(BackingTree):
             self.radix.merge_into_child(parent)
         if merged is None and kv_may_go(node):
             self.kv_index.push(node)
-
-    # -- the host tier -------------------------------------------------------------------------
-
-    def evict_host(self, pages: int = 0, states: int = 0, by: str = "") -> tuple[Evicted, Actions]:
-        """Free at least so many host pages and states if nothing needs them there.
-
-        Copies of what is on the device go first. What was on the host only is gone for good.
-        """
-        if pages < 0 or states < 0:
-            raise InvalidRequest(f"evict of {pages} host pages and {states} host states")
-        gone, host = Tally(by, []), self.host
-        if host is None:
-            return Evicted(0, 0), gone.actions
-        while gone.pages < pages:
-            popped = host.kv_index.pop()
-            if popped is None:
-                break
-            node = popped[1]
-            part = part_of(node)
-            spare = len(part.page_ids) // ID_BYTES - (pages - gone.pages)
-            if spare > 0 and not node.page_ids and part.state == NO_SLOT:
-                self.radix.split(node, spare * self.radix.page_bytes)  # the tail is enough
-            self._lose_copy(host, node, gone)
-        while gone.states < states:
-            popped = host.state_index.pop()
-            if popped is None:
-                break
-            node = popped[1]
-            if not node.page_ids and host_kv_may_go(node):
-                self._lose_copy(host, node, gone)
-                continue
-            gone.states += 1
-            if node.sessions and node.state == NO_SLOT:
-                self._recede(node)
-            self.radix.version += 1
-            gone.add_host_state(host.take_state(node))
-            above = node.parent
-            self.radix.merge_into_child(node)
-            if above is not None:
-                self.radix.merge_into_child(above)
-        gone.settle()
-        host.shrink(self.radix.nodes)
-        return Evicted(gone.pages, gone.states), gone.actions
-
-    def _lose_copy(self, host: HostTier, node: Node, gone: Tally) -> None:
-        """A node's host KV goes; if it was the only copy, the node goes with all it has."""
-        part = part_of(node)
-        gone.pages += len(part.page_ids) // ID_BYTES
-        if node.page_ids:
-            gone.add_host_pages(host.take_kv(node))
-            return
-        gone.states += part.state != NO_SLOT
-        self._strip(host, node, gone)
-        self._drop_leaf(node, gone.actions, gone.by)
 
     def use_policy(self, policy: str | Policy) -> None:
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
