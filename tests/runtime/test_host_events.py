@@ -11,6 +11,7 @@ import pytest
 from serving import ATTENTION, HYBRID, PAGE, House, compute, house, run, seed
 
 from phloem import ModelLayout
+from phloem.actors.tree import tiering
 from phloem.events import (
     Event,
     Evicted,
@@ -146,8 +147,9 @@ async def one(here: House, rng: random.Random) -> None:
 @pytest.mark.parametrize("write_policy", ["write_through", "selective", "write_back"])
 @pytest.mark.parametrize("number", range(2))
 async def test_where_each_nodes_data_are_is_told(
-    layout: ModelLayout, write_policy: str, number: int
+    layout: ModelLayout, write_policy: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tiering, "FAILURES_MAX", 1000)  # else the tier is left alone after a few
     rng, mirror = random.Random(number), Mirror()
     async with house(
         layout=layout,

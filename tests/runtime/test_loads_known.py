@@ -9,6 +9,7 @@ import pytest
 from serving import PAGE, House, compute, house, run
 
 from phloem import NoRoom, Request
+from phloem.actors.tree import tiering
 from phloem.events import CopyEnded
 
 PROMPT = run(1, 4 * PAGE + 1)
@@ -73,8 +74,11 @@ async def test_f011_a_suspended_request_leaves_its_load_to_itself(
         await fill(here, request, PROMPT)
 
 
-async def test_f053_a_hundred_failed_copies_keep_nothing(inline: bool) -> None:
+async def test_f053_a_hundred_failed_copies_keep_nothing(
+    inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every place is as it was, of both tiers; when the link is back all can be copied."""
+    monkeypatch.setattr(tiering, "FAILURES_MAX", 1000)  # else the tier is left alone after a few
     async with roomy(inline) as here:
         cache = here.cache
         await serve(here, PROMPT)

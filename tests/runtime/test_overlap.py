@@ -152,6 +152,7 @@ async def test_nothing_is_published_before_the_outcome(layout: ModelLayout, inli
         with pytest.raises(InvalidRequest, match="not ready"):
             early.launched({request: len(PROMPT)})
         early.abandon()
+        await over(early)
         await request.wait_on(here.stream)
         assert (await request.advance()) is request.match
         step, work = provisional(here, request, forward)

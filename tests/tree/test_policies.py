@@ -90,6 +90,19 @@ def test_priority_ends_with_its_time() -> None:
     assert first_to_go(tree) == [1]
 
 
+def test_a_priority_that_is_over_does_not_replace_one_that_lasts() -> None:
+    world = World(kinds=("kv",), policy="priority")
+    lasting, _ = world.tree.open(TokenKey.of([1]), owner="r", priority=10)
+    late, _ = world.tree.open(TokenKey.of([1]), owner="s", priority=50, keep_until=5)
+    world.publish([1], lease=lasting, state=False)
+    world.tree.release(lasting)
+    world.tree.tick(5)
+    world.publish([1, 2], lease=late, state=False)
+    assert world.node_at([1]).priority == 10
+    world.tree.release(late)
+    world.check()
+
+
 def test_priority_of_a_path_follows_its_strongest_use() -> None:
     world = World(kinds=("kv",), policy="priority")
     for tokens, priority in ((run(1, 2), 10), (run(1, 4), 30), (run(1, 6), 20)):

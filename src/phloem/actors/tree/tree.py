@@ -135,6 +135,8 @@ class Tree(MovingTree):
 
     def _prefer(self, node: Node, priority: int, keep_until: int) -> None:
         """Raise the priority of a path, from its end up to where it is as high already."""
+        if 0 < keep_until <= self.time:
+            return  # over before it began
         at = node
         while at.parent is not None:
             ended = 0 < at.keep_until <= self.time
@@ -148,8 +150,8 @@ class Tree(MovingTree):
                 return
             at.priority, at.keep_until = priority, keep_until
             if keep_until:
-                self.kv_index.watch(at)
-                self.state_index.watch(at)
+                for index in self.indexes:
+                    index.watch(at)
             at = at.parent
 
     def _meet(self, lease: Lease, position: int) -> None:
