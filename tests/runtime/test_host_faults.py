@@ -27,7 +27,7 @@ from phloem.actors.tree.tiering import CLOSED_MS, FAILURES_MAX
 from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.mover import RowMover
 from phloem.errors import CopyFailed, EngineDead
-from phloem.events import TierChanged
+from phloem.events import FellBack, TierChanged
 
 PROMPT = run(1, 3 * PAGE + 1)
 END = 3 * PAGE
@@ -208,6 +208,8 @@ async def test_a_tier_that_fails_again_and_again_is_left_alone_for_a_while(inlin
         request = await here.cache.open_request(prompts[-1])
         assert (request.usable, request.boundary) == (0, 0), "nothing is promised from there"
         assert request.match.lost["tier_failed"] == END
+        fell = here.of_type(FellBack)[-1]
+        assert (fell.request, fell.lost) == (request.id, {"tier_failed": END})
         await to_the_end(here, request, prompts[-1])
         await here.settled()
 

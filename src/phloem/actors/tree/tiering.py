@@ -118,6 +118,8 @@ class Tiering:
         wait for room, and of one that waits for others it is not known whether it gets any.
         """
         number, actions = self._tree.plan(lease)
+        if self._tell is not None and lease.why_not:  # the tier is closed: it stands elsewhere now
+            self._tell.operation_ended(lease.why_not)
         if not wait:
             actions = [_at_once(action) for action in actions]
         self._dispatch(actions)
