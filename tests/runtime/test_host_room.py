@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 from serving import PAGE, House, house, run, seed
 
-from phloem import NoRoom, PoolFigures
+from phloem import CacheReset, NoRoom, PoolFigures
 from phloem.events import Evicted
 
 LEAVES = [run(first, 2 * PAGE) for first in (100, 200, 300, 400)]
@@ -157,6 +157,21 @@ async def test_a_load_that_waits_for_room_can_be_left(inline: bool) -> None:
         await rounds()
         opening.cancel()
         await asyncio.wait([opening])
+        here.gate.open()
+        await here.settled()
+        assert here.nothing_owned()
+        await here.cache.audit()
+
+
+async def test_a_reset_ends_the_wait_for_the_room_of_a_load(inline: bool) -> None:
+    async with write_back(inline) as here:
+        prompt = await on_the_host_beside_a_full_device(here)
+        here.gate.shut()
+        opening = asyncio.ensure_future(here.cache.open_request(prompt, whole=True))
+        await rounds()
+        await here.cache.reset()
+        with pytest.raises(CacheReset):
+            await asyncio.wait_for(opening, 5)
         here.gate.open()
         await here.settled()
         assert here.nothing_owned()

@@ -20,7 +20,7 @@ from phloem.actors.tree.core import Actions
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.results import Ended, Kept, Match
 from phloem.actors.tree.tree import Tree
-from phloem.errors import CopyCancelled, CopyFailed, EngineDead
+from phloem.errors import CacheReset, CopyCancelled, CopyFailed, EngineDead
 
 __all__ = ["CLOSED_MS", "FAILURES_MAX", "Tiering", "standing_on"]
 
@@ -260,9 +260,15 @@ class Tiering:
                 self._domain.complete(reply, None)
 
     def let_all_go(self) -> None:
-        """The cache was reset: whoever waits for a load looks again."""
+        """The cache was reset: whoever waits for a load looks again, or gets none."""
         for number in list(self._loading):
             self.let_go(number)
+        answers, self._answers = self._answers, {}
+        for lease, _, reply in [one for waiting in answers.values() for one in waiting]:
+            if not reply.done and not reply.abandoned:
+                self._domain.send(self._tree_actor, m.Release(lease))
+                reset = CacheReset(f"the cache was reset while {lease.owner!r} waited for a load")
+                self._domain.fail(reply, reset)
 
 
 def _at_once(action: Action) -> Action:

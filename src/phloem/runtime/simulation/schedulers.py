@@ -21,7 +21,7 @@ import msgspec
 
 from phloem.cuda_streams.engine import CopyFailed
 from phloem.cuda_streams.virtual import VirtualStream
-from phloem.errors import EngineDead, InvalidRequest, NoRoom, StaleHandle
+from phloem.errors import CacheReset, EngineDead, InvalidRequest, NoRoom, StaleHandle
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.request import Request
 from phloem.runtime.simulation.model import Chunk, SimModel
@@ -186,7 +186,7 @@ class Server:
             await self._admitted(job)
             try:
                 return await self._attempt(job)
-            except (Preempted, StepFailed, StaleHandle):  # stale: somebody else has aborted it
+            except (Preempted, StepFailed, CacheReset, StaleHandle):  # stale: aborted by others
                 job.preempted += 1
             except NoRoom as error:
                 if not (error.deadlock or len(self._running) > 1):
