@@ -78,7 +78,7 @@ class Protocol:
         match message:
             case EvictExcessPathStates():
                 self._capped_by = cause
-            case FreeDeviceSlots() if cause == self._capped_by:
+            case FreeDeviceSlots(owner=owner) if cause == self._capped_by and owner > 0:
                 raise Violation(f"duplicates of turn {cause} are freed after its cap was applied")
             case CopyState() | ClearState():
                 self._copy_asked(message.op)
