@@ -6,11 +6,19 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
+import pytest
 
 from phloem import CacheConfig, CacheRuntime, NoRoom, Request, StaleHandle
 from phloem.actors.domain import Domain
 from phloem.actors.messages import GiveBack
-from phloem.runtime.simulation import Faults, Simulation, explore, sim_layout
+from phloem.runtime.simulation import (
+    Faults,
+    Simulation,
+    explore,
+    plan_for,
+    run_plan,
+    sim_layout,
+)
 
 
 class _Echo:
@@ -246,3 +254,16 @@ def test_room_that_was_promised_and_is_kept_by_a_lease_is_looked_for_elsewhere()
                 cache.release(await waits)
 
     explore(scenario, range(4), faults=lambda _: Faults(copy_hang=1.0))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        153,  # evicted while a copy read it, the host tier being closed
+        292,  # a fall-back on a closed tier was not told
+        2948,  # a reset did not end the wait for the room of a load
+        4112,  # a refused backup let its node go while another copy read it
+    ],
+)
+def test_seeds_that_once_failed(seed: int) -> None:
+    run_plan(plan_for(seed))

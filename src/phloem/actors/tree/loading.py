@@ -386,7 +386,8 @@ class LoadingTree(HostSheddingTree):
         gone, host = Tally("", []), self.host
         assert host is not None
         for node in reversed(nodes):
-            if kv_may_go(node) and (node.host is None or not node.host.leaving_children):
+            part = node.host
+            if kv_may_go(node) and (part is None or not self._is_held_by_copies(part)):
                 self._lose_for_good(host, node, gone)
         if state_node is not None and state_may_go(state_node):
             self._drop_state(state_node, gone.actions)

@@ -13,7 +13,7 @@ from phloem.actors.tree.components import SpanComponent, kv_may_go
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import HostTier, part_of
-from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_SLOT, HostPart, Node
 from phloem.actors.tree.policies import KEEP, Policy, Score, policy_named
 from phloem.actors.tree.results import Evicted
 from phloem.errors import InvalidRequest
@@ -248,12 +248,15 @@ class SheddingTree(BackingTree):
         """Whether KV may only go when copies have ended: its own, or those of what is below it."""
         part = node.host
         return (self._copies_first and self._lacks_copy(node)) or (
-            part is not None
-            and (
-                part.leaving_children > 0
-                or self._is_read_by(part.kv_backup)
-                or self._is_read_by(part.state_backup)
-            )
+            part is not None and self._is_held_by_copies(part)
+        )
+
+    def _is_held_by_copies(self, part: HostPart) -> bool:
+        """Whether a copy still reads the node, or something below it that is leaving."""
+        return (
+            part.leaving_children > 0
+            or self._is_read_by(part.kv_backup)
+            or self._is_read_by(part.state_backup)
         )
 
     def _is_read_by(self, number: int) -> bool:
