@@ -262,6 +262,7 @@ def test_room_that_was_promised_and_is_kept_by_a_lease_is_looked_for_elsewhere()
         153,  # evicted while a copy read it, the host tier being closed
         292,  # a fall-back on a closed tier was not told
         2948,  # a reset did not end the wait for the room of a load
+        4451,  # backups to a dead engine were planned for ever
         4112,  # a refused backup let its node go while another copy read it
     ],
 )

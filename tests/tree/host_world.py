@@ -134,8 +134,9 @@ class HostWorld(World):
         ends = figures.operations - after.operations
         assert figures.pages_evictable - after.pages_evictable == gone[0] or ends > 0
         assert figures.states_evictable - after.states_evictable == gone[1] or ends > 0
-        assert gone[0] >= min(pages, figures.pages_evictable)
-        assert gone[1] >= min(states, figures.states_evictable)
+        if not (self.tree.host_closed and figures.operations):  # which may still read what could go
+            assert gone[0] >= min(pages, figures.pages_evictable)
+            assert gone[1] >= min(states, figures.states_evictable)
         self.carry_out(actions)
         return gone[0] * self.page, gone[1]
 

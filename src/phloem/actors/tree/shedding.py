@@ -87,10 +87,16 @@ class SheddingTree(BackingTree):
             popped = self.kv_index.pop()
             if popped is None:
                 break
+            if self._must_stay(popped[1]):
+                self.kv_index.push(popped[1])
+                break
             self._lose_of_leaf(popped, pages - gone.pages, gone)
         while gone.states < states:
             popped = self.state_index.pop()
             if popped is None:
+                break
+            if self._must_stay(popped[1]):
+                self.state_index.push(popped[1])
                 break
             self._lose_of_state(popped, gone)
         if spans:
@@ -118,6 +124,9 @@ class SheddingTree(BackingTree):
             popped = self.state_index.pop()
             if popped is None:
                 break
+            if self._must_stay(popped[1]):
+                self.state_index.push(popped[1])
+                break
             self._lose_of_state(popped, gone)
         states = min(states, gone.states)
         while True:
@@ -135,6 +144,14 @@ class SheddingTree(BackingTree):
             else:
                 break
         return self._evicted(gone)
+
+    def _must_stay(self, node: Node) -> bool:
+        """Whether copies to a tier that was closed meanwhile still read a candidate's data.
+
+        Whoever needs the room looks again when they have ended.
+        """
+        part = node.host
+        return self.host_closed and part is not None and self._is_held_by_copies(part)
 
     def _lose_of_leaf(self, popped: tuple[Score, Node], missing: int, gone: Tally) -> None:
         """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
@@ -230,8 +247,7 @@ class SheddingTree(BackingTree):
     def _lose_state(self, node: Node, gone: Tally) -> None:
         host, part = self.host, node.host
         gone.states += 1
-        copied_first = self._copies_first and (part is None or not part.state)
-        if host is not None and (copied_first or (part and self._is_read_by(part.state_backup))):
+        if host is not None and self._copies_first and (part is None or not part.state):
             self._plan_backup(host, node, gone.actions, state_only=True)
             host.leave_state(node)
             gone.states_promised += 1
@@ -247,8 +263,8 @@ class SheddingTree(BackingTree):
     def _waits_for_copies(self, node: Node) -> bool:
         """Whether KV may only go when copies have ended: its own, or those of what is below it."""
         part = node.host
-        return (self._copies_first and self._lacks_copy(node)) or (
-            part is not None and self._is_held_by_copies(part)
+        return self._copies_first and (
+            self._lacks_copy(node) or (part is not None and part.leaving_children > 0)
         )
 
     def _is_held_by_copies(self, part: HostPart) -> bool:
