@@ -11,6 +11,7 @@ from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots, 
 from phloem.actors.tree.backing import BackingTree
 from phloem.actors.tree.components import SpanComponent, kv_may_go
 from phloem.actors.tree.core import Actions
+from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import HostTier, part_of
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, HostPart, Node
@@ -84,19 +85,13 @@ class SheddingTree(BackingTree):
         if self.spans:
             gone.spans = tuple(self.radix.span_pages)
         while gone.pages < pages:
-            popped = self.kv_index.pop()
+            popped = self._victim(self.kv_index)
             if popped is None:
-                break
-            if self._must_stay(popped[1]):
-                self.kv_index.push(popped[1])
                 break
             self._lose_of_leaf(popped, pages - gone.pages, gone)
         while gone.states < states:
-            popped = self.state_index.pop()
+            popped = self._victim(self.state_index)
             if popped is None:
-                break
-            if self._must_stay(popped[1]):
-                self.state_index.push(popped[1])
                 break
             self._lose_of_state(popped, gone)
         if spans:
@@ -121,11 +116,8 @@ class SheddingTree(BackingTree):
             )
         gone = Tally(by, [], spans=tuple(self.radix.span_pages))
         while gone.states < states:
-            popped = self.state_index.pop()
+            popped = self._victim(self.state_index)
             if popped is None:
-                break
-            if self._must_stay(popped[1]):
-                self.state_index.push(popped[1])
                 break
             self._lose_of_state(popped, gone)
         states = min(states, gone.states)
@@ -136,14 +128,24 @@ class SheddingTree(BackingTree):
             leaf = self.kv_index.first()
             state = self.state_index.first() if state_bytes else None
             if state is not None and state[0] != KEEP and (leaf is None or state[0] < leaf[0]):
-                self.state_index.pop()
+                if self._victim(self.state_index) is None:
+                    break
                 self._lose_of_state(state, gone)
             elif leaf is not None and leaf[0] != KEEP:
-                self.kv_index.pop()
+                if self._victim(self.kv_index) is None:
+                    break
                 self._lose_of_leaf(leaf, -(-missing // page_bytes), gone)
             else:
                 break
         return self._evicted(gone)
+
+    def _victim(self, index: CandidateIndex) -> tuple[Score, Node] | None:
+        """Take the next one to go out of an index; None: there is none, or it must stay."""
+        popped = index.pop()
+        if popped is not None and self._must_stay(popped[1]):
+            index.push(popped[1])
+            return None
+        return popped
 
     def _must_stay(self, node: Node) -> bool:
         """Whether copies to a tier that was closed meanwhile still read a candidate's data.
