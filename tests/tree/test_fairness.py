@@ -9,7 +9,17 @@ SYSTEM = run(1, 4)  # a tenth of a prompt
 COLD = 1000
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority", "session"])
+# The default weighs the few tokens that the shared state saves each time against its size, and does
+# not see that every session uses it: where states are large beside prompts it lets it go.
+STARVES = pytest.mark.xfail(
+    reason="the learned policy undervalues a small shared state", strict=True
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["lru", "lfu", "slru", "priority", "session", pytest.param("benefit", marks=STARVES)],
+)
 def test_s194_the_state_that_all_share_stays_under_pressure(policy: str) -> None:
     world = World(pages=400, states=10, policy=policy, check_each=False)
     hot = [*SYSTEM, *run(100, 135)]
