@@ -238,3 +238,15 @@ def test_s143_the_tiers_agree_with_the_pools(config: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_fuzz_the_tiers_agree_with_the_pools(config: str) -> None:
     run_machine(config, examples=300 * FUZZ, steps=100)
+
+
+def test_kv_that_a_session_has_left_is_kept_no_longer() -> None:
+    """Its state leaves the device first, and the session goes up; audits look at each score."""
+    host_run = HostRun(*CONFIGS["write-back-cap2"])
+    first, longer = TokenKey.of([1] * 6), TokenKey.of([1] * 11)
+    host_run.acquire(first, 0, plan=False, session="s")
+    lease = host_run.held[0]
+    host_run.publish(first, 6, True, lease)
+    host_run.stand(lease)
+    host_run.publish(longer, 11, False, lease)
+    host_run.end()

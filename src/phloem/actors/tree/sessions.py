@@ -91,8 +91,11 @@ class Sessions:
 
     def recede(self, node: Node) -> None:
         """`node` is about to lose its boundary: who stands there goes to the nearest one above."""
-        for session in self._standing.pop(node.id, ()):
-            node.sessions -= 1
+        receding = self._standing.pop(node.id, ())
+        node.sessions -= len(receding)
+        if receding:
+            self._lowered(node)
+        for session in receding:
             session.anchor = None
             parent = node.parent
             assert parent is not None
