@@ -25,6 +25,7 @@ from phloem import (
     Step,
 )
 from phloem.actors.tree.keys import Namespace
+from phloem.actors.tree.tiering import CLOSED_MS
 from phloem.cuda_streams.engine import Post, Ticket
 from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
 from phloem.events import Event
@@ -399,3 +400,11 @@ async def seed(here: House, tokens: Sequence[int], *, namespace: Namespace = _DE
             await compute(here, request, tokens, len(tokens), namespace=namespace)
         await request.finish()
     await here.settled()
+
+
+def later(here: House) -> None:
+    """So much later by the runtime's clock that a closed host tier is tried again."""
+    tiers = here.cache.core.tree_actor.tiers
+    assert tiers is not None
+    at = tiers._clock() + CLOSED_MS
+    tiers._clock = lambda: at

@@ -27,7 +27,7 @@ from phloem.actors.tree.tiering import CLOSED_MS, FAILURES_MAX
 from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.mover import RowMover
 from phloem.errors import CopyFailed, EngineDead
-from phloem.events import FellBack, TierChanged
+from phloem.events import FellBack, RequestOpened, TierChanged
 
 PROMPT = run(1, 3 * PAGE + 1)
 END = 3 * PAGE
@@ -205,11 +205,15 @@ async def test_a_tier_that_fails_again_and_again_is_left_alone_for_a_while(inlin
         (told,) = here.of_type(TierChanged)
         assert (told.tier, told.why) == ("host", here.cache.stats().host_closed)
 
+        match = await here.cache.match(prompts[-1])
+        assert (match.usable, match.lost["tier_failed"]) == (0, END), "nothing is promised"
+        fallen = len(here.of_type(FellBack))
         request = await here.cache.open_request(prompts[-1])
-        assert (request.usable, request.boundary) == (0, 0), "nothing is promised from there"
+        assert (request.usable, request.boundary) == (0, 0)
         assert request.match.lost["tier_failed"] == END
-        fell = here.of_type(FellBack)[-1]
-        assert (fell.request, fell.lost) == (request.id, {"tier_failed": END})
+        opened = here.of_type(RequestOpened)[-1]
+        assert (opened.request, opened.lost["tier_failed"]) == (request.id, END)
+        assert len(here.of_type(FellBack)) == fallen, "it never stood on what it cannot have"
         await to_the_end(here, request, prompts[-1])
         await here.settled()
 
@@ -218,6 +222,7 @@ async def test_a_tier_that_fails_again_and_again_is_left_alone_for_a_while(inlin
         assert tiers is not None
         now = tiers._clock()
         tiers._clock = lambda: now + CLOSED_MS
+        assert (await here.cache.match(prompts[0])).usable == END, "its time has come"
         request = await here.cache.open_request(prompts[0])
         assert request.usable == END
         assert not here.cache.stats().host_closed

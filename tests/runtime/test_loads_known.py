@@ -6,10 +6,9 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 
 import pytest
-from serving import PAGE, House, compute, house, run
+from serving import PAGE, House, compute, house, later, run
 
 from phloem import NoRoom, Request
-from phloem.actors.tree import tiering
 from phloem.events import CopyEnded
 
 PROMPT = run(1, 4 * PAGE + 1)
@@ -74,11 +73,8 @@ async def test_f011_a_suspended_request_leaves_its_load_to_itself(
         await fill(here, request, PROMPT)
 
 
-async def test_f053_a_hundred_failed_copies_keep_nothing(
-    inline: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_f053_a_hundred_failed_copies_keep_nothing(inline: bool) -> None:
     """Every place is as it was, of both tiers; when the link is back all can be copied."""
-    monkeypatch.setattr(tiering, "FAILURES_MAX", 1000)  # else the tier is left alone after a few
     async with roomy(inline) as here:
         cache = here.cache
         await serve(here, PROMPT)
@@ -90,6 +86,8 @@ async def test_f053_a_hundred_failed_copies_keep_nothing(
             # No request of a model: its own slot would be cleared by the same broken engine.
             grant = await cache.allocate(pages=1, owner=f"r{number}")
             tokens = run(1000 * (number + 1), PAGE)
+            later(here)  # each failure closes the tier again from the third on
+            await cache.match(tokens)
             await cache.insert(tokens, pages=grant.pages)
             await here.settled()
         failed = [ended for ended in here.of_type(CopyEnded) if ended.error]
@@ -99,6 +97,7 @@ async def test_f053_a_hundred_failed_copies_keep_nothing(
         assert cache.is_open
         await cache.evict(pages=99)
         here.gate.error = None
+        later(here)
         await on_the_host_only(here, PROMPT)
 
 

@@ -278,8 +278,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a reset frees what backups read",
         SHEDDING,
-        "if reads and operation.hold is None and",
-        "if not reads and operation.hold is None and",
+        "            if reads:\n                self._keep_source(operation)",
+        "            if not reads:\n                self._keep_source(operation)",
     ),
     Mutant(
         "a load of a former generation is published",

@@ -134,9 +134,8 @@ class HostWorld(World):
         ends = figures.operations - after.operations
         assert figures.pages_evictable - after.pages_evictable == gone[0] or ends > 0
         assert figures.states_evictable - after.states_evictable == gone[1] or ends > 0
-        if not (self.tree.host_closed and figures.operations):  # which may still read what could go
-            assert gone[0] >= min(pages, figures.pages_evictable)
-            assert gone[1] >= min(states, figures.states_evictable)
+        assert gone[0] >= min(pages, figures.pages_evictable)
+        assert gone[1] >= min(states, figures.states_evictable)
         self.carry_out(actions)
         return gone[0] * self.page, gone[1]
 
@@ -295,6 +294,12 @@ class HostWorld(World):
                 self.carry_out(self.answer(self.reserves.popleft()))
             for op in list(self.copies):
                 self.end(op)
+
+    def close_host(self, closed: bool) -> None:
+        """The host tier is left alone from now on, or tried again."""
+        ended, actions = self.tree.close_host(closed)
+        self.note(ended)
+        self.carry_out(actions)
 
     def note(self, ended: Ended) -> None:
         """Owners move as the result says."""

@@ -144,6 +144,8 @@ class TreeActor:
     # -- match and leases ----------------------------------------------------------------------
 
     def _on_match(self, message: m.Match) -> MatchResult:
+        if self.tiers is not None:
+            self.tiers.look_at_clock()
         return self.tree.match(message.key, message.limit)
 
     def _on_acquire(self, message: m.Acquire) -> object:

@@ -47,6 +47,8 @@ def audit_host(tree: TreeCore, host: HostTier) -> None:
         kept = getattr(host, name)
         check(kept == totals[name], f"host {name}: kept {kept}, counted {totals[name]}")
     _audit_operations(tree, marks)
+    if tree.host_closed:
+        _audit_closed(tree, host)
 
 
 def _audit_data(
@@ -129,6 +131,16 @@ def _audit_marks(
         not part.leaving or awaits > 0,
         f"node {node.id} waits for nothing to leave",
     )
+
+
+def _audit_closed(tree: TreeCore, host: HostTier) -> None:
+    """Nothing waits for a closed tier, so what may go is exactly what nothing protects."""
+    leaving = host.pages_leaving + host.states_leaving
+    check(not leaving, "something is leaving for a tier that is closed")
+    for operation in tree.operations:
+        check(operation.phase != "planned", f"{operation} is planned, and its tier is closed")
+        reads = operation.pieces or operation.state_node is not None
+        check(not reads or operation.hold is not None, f"nothing protects what {operation} reads")
 
 
 def _audit_operations(tree: TreeCore, marks: dict[int, set[tuple[str, int]]]) -> None:

@@ -158,6 +158,12 @@ class BackingTree(SpanTree):
         owner = f"op {operation.number}"
         return self.leases.take(anchor, _NO_KEY, owner, operation.generation, with_state=with_state)
 
+    def _keep_source(self, operation: Operation) -> None:
+        """Protect what a backup in flight reads until its end, if nothing but its leaving did."""
+        reads = operation.pieces or operation.state_node is not None
+        if operation.kind == "backup" and operation.hold is None and reads:
+            operation.hold = self._hold(operation, operation.source)
+
     def _let_go(self, operation: Operation) -> None:
         """The operation protects nothing any more."""
         lease = operation.hold

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from phloem.actors.actions import Action, Ids
-from phloem.actors.tree.components import Components
+from phloem.actors.tree.components import Boundary, Components
 from phloem.actors.tree.departures import Departures
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.former import Former
@@ -306,13 +306,17 @@ class TreeCore:
             reached = usable
             anchor, usable, short_of = self.components.deepest(walk, usable)
             short = reached - usable
+        device = found = usable
+        if self.host is not None:
+            there, device = self._on_device(walk, anchor, usable)
+            if self.host_closed:
+                anchor, usable = there, device
         if self.has_states:
             if anchor is not None:
                 state_tier = "device" if anchor.state else "host"
             position = known // self.grid * self.grid
             if position > usable:
                 branch = position
-        device = usable if self.host is None else self._on_device(walk, usable)
         if self.ghosts.any and known < whole:
             past = self._recall(key, walk, whole * TOKEN_BYTES)
         else:
@@ -323,6 +327,8 @@ class TreeCore:
             )
             if short:
                 match = msgspec.structs.replace(match, short=short, short_of=short_of)
+            elif found > usable:
+                match = _without_host(match, found)
             return Look(self.radix, self.radix.version, walk, anchor, match)
         evicted = past.evicted // TOKEN_BYTES
         forgotten = whole - known - evicted if past.forgotten else 0
@@ -330,17 +336,19 @@ class TreeCore:
             *(key.length, looked_up, usable, device, known, branch, self.page_size, state_tier),
             *(evicted, forgotten, past.by, past.at, short, short_of),
         )
+        if found > usable:
+            match = _without_host(match, found)
         return Look(self.radix, self.radix.version, walk, anchor, match)
 
-    def _on_device(self, walk: Walk, usable: int) -> int:
-        """The deepest boundary of a walk that needs nothing from the host."""
+    def _on_device(self, walk: Walk, anchor: Node | None, usable: int) -> Boundary:
+        """The deepest boundary of a walk, at or before one, that needs nothing from the host."""
         partial = walk.partial
         if not self.has_states and partial is not None and partial.page_ids:
-            return usable
+            return anchor, usable
         for node in reversed(walk.path):
             if node.state if self.has_states else node.page_ids:
-                return node.end
-        return 0
+                return node, node.end
+        return None, 0
 
     def _recall(self, key: TokenKey, walk: Walk, stop: int) -> Remembered:
         """What is remembered of the key beyond the end of its walk."""
@@ -354,3 +362,9 @@ class TreeCore:
         if walk.partial is not None:
             mark = mark_after(mark, walk.partial.edge[: walk.inside])
         return self.ghosts.recall(mark, key.data, walk.offset + walk.inside, stop)
+
+
+def _without_host(match: Match, found: int) -> Match:
+    """The match of a closed host tier, which would have made it `found` tokens."""
+    not_loaded = found - match.usable
+    return msgspec.structs.replace(match, not_loaded=not_loaded, why_not="tier_failed")

@@ -14,13 +14,14 @@ from phloem.actors.actions import (
     Places,
     Reserve,
 )
+from phloem.actors.tree.backing import Abandoned
 from phloem.actors.tree.choosing import Load
 from phloem.actors.tree.components import kv_may_go, state_may_go
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.host import part_of
 from phloem.actors.tree.host_shedding import HostSheddingTree
 from phloem.actors.tree.leases import Lease
-from phloem.actors.tree.node import NO_SLOT, Node
+from phloem.actors.tree.node import NO_SLOT, HostPart, Node
 from phloem.actors.tree.operations import Operation
 from phloem.actors.tree.residency import check_change
 from phloem.actors.tree.results import Ended, Kept
@@ -38,6 +39,12 @@ class _Ending(NamedTuple):
     ready: list[int]
     waited: list[Lease]  # in vain
     actions: Actions
+
+    def add(self, abandoned: Abandoned) -> None:
+        """These have ended without effect."""
+        self.operations.extend(abandoned.operations)
+        self.waited.extend(abandoned.waited)
+        self.actions.extend(abandoned.actions)
 
 
 class LoadingTree(HostSheddingTree):
@@ -207,7 +214,7 @@ class LoadingTree(HostSheddingTree):
         if operation.kind == "backup":
             source = part_of(operation.source)
             if not source.leaving and not source.state_leaving:  # else whoever uses it keeps it
-                operation.hold = self._hold(operation, operation.source)
+                self._keep_source(operation)
         operation.step("submitted")
         items = self._items(operation)
         copy = BackupToHost if operation.kind == "backup" else LoadToDevice
@@ -256,18 +263,27 @@ class LoadingTree(HostSheddingTree):
             return self._concluded(end)
         if operation.outcome is not None:
             return self._concluded(end)
-        if operation.kind == "backup" and operation.hold is None:
-            node = operation.state_node or operation.top_down()[-1].node
-            operation.hold = self._hold(operation, node)
-        abandoned = self._abandon(operation)
-        end.operations.extend(abandoned.operations)
-        end.waited.extend(abandoned.waited)
-        end.actions.extend(abandoned.actions)
+        self._keep_source(operation)
+        end.add(self._abandon(operation))
         return self._concluded(end)
 
-    def close_host(self, closed: bool) -> None:
-        """While it is closed the host tier is left alone: nothing is loaded or copied there."""
-        self.host_closed = closed
+    def close_host(self, closed: bool) -> tuple[Ended, Actions]:
+        """While it is closed the host tier is left alone: nothing is loaded or copied there.
+
+        What is planned is given up: leases that wait for such a load fall back. What is being
+        copied may yet end well, and protects what it reads until then. So nothing is leaving the
+        device while the tier is closed.
+        """
+        end = _Ending([], [], [], [], [])
+        if closed != self.host_closed:
+            self.host_closed = closed
+            self.radix.version += 1  # matches see less, or more
+            for operation in list(self.operations) if closed else ():
+                if operation.phase == "planned":
+                    end.add(self._abandon(operation))
+                elif operation.phase == "submitted":  # and did not end with one that it requires
+                    self._keep_source(operation)
+        return self._concluded(end)
 
     def copied(self, number: int, ok: bool, *, pages_ok: int = 0) -> tuple[Ended, Actions]:
         """The copy of an operation has ended; if it failed, its first `pages_ok` pages are good.
@@ -374,10 +390,7 @@ class LoadingTree(HostSheddingTree):
         nodes = [piece.node for piece in operation.top_down() if part_of(piece.node).leaving]
         node = operation.state_node
         state_node = node if node is not None and part_of(node).state_leaving else None
-        abandoned = self._abandon(operation, answered=answered)
-        end.operations.extend(abandoned.operations)
-        end.waited.extend(abandoned.waited)
-        end.actions.extend(abandoned.actions)
+        end.add(self._abandon(operation, answered=answered))
         if nodes or state_node is not None:
             end.actions.extend(self._go_without(nodes, state_node))
 
@@ -393,6 +406,19 @@ class LoadingTree(HostSheddingTree):
             self._drop_state(state_node, gone.actions)
         gone.settle()
         return gone.actions
+
+    def _is_held_by_copies(self, part: HostPart) -> bool:
+        """Whether a copy still reads the node, or something below it that is leaving."""
+        return (
+            part.leaving_children > 0
+            or self._is_read_by(part.kv_backup)
+            or self._is_read_by(part.state_backup)
+        )
+
+    def _is_read_by(self, number: int) -> bool:
+        """Whether a backup is being copied; what was to leave behind it has no other protection."""
+        backup = self.operations.live.get(number)
+        return backup is not None and backup.phase == "submitted"
 
     def _concluded(self, end: _Ending, why: str = "tier_failed") -> tuple[Ended, Actions]:
         """Leases that waited in vain, and `why`, find their places; what it all led to."""

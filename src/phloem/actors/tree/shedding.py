@@ -11,10 +11,9 @@ from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots, 
 from phloem.actors.tree.backing import BackingTree
 from phloem.actors.tree.components import SpanComponent, kv_may_go
 from phloem.actors.tree.core import Actions
-from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.ghosts import mark_of
 from phloem.actors.tree.host import HostTier, part_of
-from phloem.actors.tree.node import ID_BYTES, NO_SLOT, HostPart, Node
+from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
 from phloem.actors.tree.policies import KEEP, Policy, Score, policy_named
 from phloem.actors.tree.results import Evicted
 from phloem.errors import InvalidRequest
@@ -85,12 +84,12 @@ class SheddingTree(BackingTree):
         if self.spans:
             gone.spans = tuple(self.radix.span_pages)
         while gone.pages < pages:
-            popped = self._victim(self.kv_index)
+            popped = self.kv_index.pop()
             if popped is None:
                 break
             self._lose_of_leaf(popped, pages - gone.pages, gone)
         while gone.states < states:
-            popped = self._victim(self.state_index)
+            popped = self.state_index.pop()
             if popped is None:
                 break
             self._lose_of_state(popped, gone)
@@ -116,7 +115,7 @@ class SheddingTree(BackingTree):
             )
         gone = Tally(by, [], spans=tuple(self.radix.span_pages))
         while gone.states < states:
-            popped = self._victim(self.state_index)
+            popped = self.state_index.pop()
             if popped is None:
                 break
             self._lose_of_state(popped, gone)
@@ -128,32 +127,14 @@ class SheddingTree(BackingTree):
             leaf = self.kv_index.first()
             state = self.state_index.first() if state_bytes else None
             if state is not None and state[0] != KEEP and (leaf is None or state[0] < leaf[0]):
-                if self._victim(self.state_index) is None:
-                    break
+                self.state_index.pop()
                 self._lose_of_state(state, gone)
             elif leaf is not None and leaf[0] != KEEP:
-                if self._victim(self.kv_index) is None:
-                    break
+                self.kv_index.pop()
                 self._lose_of_leaf(leaf, -(-missing // page_bytes), gone)
             else:
                 break
         return self._evicted(gone)
-
-    def _victim(self, index: CandidateIndex) -> tuple[Score, Node] | None:
-        """Take the next one to go out of an index; None: there is none, or it must stay."""
-        popped = index.pop()
-        if popped is not None and self._must_stay(popped[1]):
-            index.push(popped[1])
-            return None
-        return popped
-
-    def _must_stay(self, node: Node) -> bool:
-        """Whether copies to a tier that was closed meanwhile still read a candidate's data.
-
-        Whoever needs the room looks again when they have ended.
-        """
-        part = node.host
-        return self.host_closed and part is not None and self._is_held_by_copies(part)
 
     def _lose_of_leaf(self, popped: tuple[Score, Node], missing: int, gone: Tally) -> None:
         """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
@@ -268,19 +249,6 @@ class SheddingTree(BackingTree):
         return self._copies_first and (
             self._lacks_copy(node) or (part is not None and part.leaving_children > 0)
         )
-
-    def _is_held_by_copies(self, part: HostPart) -> bool:
-        """Whether a copy still reads the node, or something below it that is leaving."""
-        return (
-            part.leaving_children > 0
-            or self._is_read_by(part.kv_backup)
-            or self._is_read_by(part.state_backup)
-        )
-
-    def _is_read_by(self, number: int) -> bool:
-        """Whether a backup is being copied; what was to leave behind it has no other protection."""
-        backup = self.operations.live.get(number)
-        return backup is not None and backup.phase == "submitted"
 
     def _lacks_copy(self, node: Node) -> bool:
         """Whether the host lacks something that the node has on the device."""
@@ -512,8 +480,8 @@ class SheddingTree(BackingTree):
         """Plans are dropped; what is being copied keeps its targets and its hold until its end."""
         for operation in list(self.operations):
             reads = operation.phase == "submitted" and operation.outcome is None
-            if reads and operation.hold is None and (operation.pieces or operation.state_node):
-                operation.hold = self._hold(operation, operation.source)
+            if reads:
+                self._keep_source(operation)
             for lease in operation.waiters.values():
                 lease.load = 0
             operation.waiters.clear()

@@ -118,8 +118,6 @@ class Tiering:
         wait for room, and of one that waits for others it is not known whether it gets any.
         """
         number, actions = self._tree.plan(lease)
-        if self._tell is not None and lease.why_not:  # the tier is closed: it stands elsewhere now
-            self._tell.operation_ended(lease.why_not)
         if not wait:
             actions = [_at_once(action) for action in actions]
         self._dispatch(actions)
@@ -168,9 +166,9 @@ class Tiering:
         self._given_up.discard(message.op)
         rows_ok = error.rows_ok if isinstance(error, CopyFailed) else 0
         ended, actions = self._tree.copied(message.op, error is None, pages_ok=rows_ok)
+        self._ended(ended, actions, "copy_failed")
         if not late and not isinstance(error, CopyCancelled):
             self._went(well=error is None, for_good=isinstance(error, EngineDead))
-        self._ended(ended, actions, "copy_failed")
         self._let_waiters_retry()
 
     def _on_timed_out(self, message: m.TimedOut) -> None:
@@ -178,8 +176,8 @@ class Tiering:
             return  # it has ended meanwhile
         ended, actions = self._tree.give_up(message.op)
         self._given_up.add(message.op)
-        self._went(well=False)
         self._ended(ended, actions, "timed_out")
+        self._went(well=False)
         self._let_waiters_retry()
 
     def _went(self, *, well: bool, for_good: bool = False) -> None:
@@ -189,8 +187,9 @@ class Tiering:
             return
         self.closed = "the device is lost" if for_good else f"{FAILURES_MAX} copies in a row failed"
         self._opens_at = None if for_good else self._clock() + CLOSED_MS
-        self._tree.close_host(True)
+        ended, actions = self._tree.close_host(True)
         self._tell_tier()
+        self._ended(ended, actions, "tier_failed")
 
     def look_at_clock(self) -> None:
         """Try a closed tier again when its time has come; one more failure closes it again."""

@@ -33,7 +33,7 @@ from phloem.events import (
 __all__ = ["TIERS", "Counts"]
 
 TIERS: tuple[str, ...] = ("device", "host")
-NOT_LOADED: tuple[str, ...] = ("no_room", "copy_failed")
+NOT_LOADED: tuple[str, ...] = ("no_room", "copy_failed", "timed_out", "tier_failed")
 EVICTED: tuple[tuple[str, str], ...] = (
     *(("device", why) for why in ("room", "asked", "path_cap")),
     ("host", "room"),

@@ -44,6 +44,8 @@ _MEANING = {
     **{f"no_{kind}": f"the {kind} that is needed in front of them has gone" for kind in SPANS},
     "no_room": "the host has them, and the device had no room for them",
     "copy_failed": "the host has them, and their copy to the device failed",
+    "timed_out": "the host has them, and their copy to the device took too long",
+    "tier_failed": "the host has them, and is left alone after copies that failed",
 }
 _EVICTIONS_MAX = 16_384  # remembered of a log; the tree itself remembers fewer
 

@@ -32,7 +32,10 @@ __all__ = ["AVOIDABLE", "BUCKETS", "Gathered", "Queue", "SessionSums", "gather"]
 
 BUCKETS = 96
 PIXELS = 900  # what is shorter than one of these cannot be told apart
-AVOIDABLE = ("no_state", "no_window", "evicted", "forgotten", "no_room", "copy_failed")
+AVOIDABLE = (
+    *("no_state", "no_window", "evicted", "forgotten"),
+    *("no_room", "copy_failed", "timed_out", "tier_failed"),
+)
 _WORST = 40
 
 

@@ -48,6 +48,8 @@ _REUSE_CSS = {
     "no_window": "j",
     "no_room": "c",
     "copy_failed": "c",
+    "timed_out": "c",
+    "tier_failed": "c",
     "forgotten": "h",
     "never_seen": "f",
     "partial_page": "g",

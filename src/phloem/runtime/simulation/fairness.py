@@ -88,8 +88,6 @@ class Fairness:
         kv, state, tree = core.ledger.kv, core.ledger.state, core.tree.figures()
         if tree.pages_leaving or tree.states_leaving:
             return  # it waits for backups of what makes room for it
-        if core.tree.host_closed and len(core.tree.operations):
-            return  # copies to a tier that was closed meanwhile still read what could go
         if (
             head.pages <= kv.free + tree.pages_evictable
             and head.states <= state.free + tree.states_evictable

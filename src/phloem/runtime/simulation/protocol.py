@@ -1,7 +1,8 @@
 """Actions and acknowledgements, held against what was promised about them.
 
 * What turns send is handled in the order in which it was sent, and turns never nest.
-* Each action is carried out once. The cap of a path comes after the duplicates of its insert.
+* Each action is carried out once. The cap of a path comes after the duplicates of its insert, and
+  after everything else that the insert gives back.
 * Each copy is asked for once, and acknowledged once, when it has ended.
 * Each reservation is answered once, before the domain rests; on the device it may also stand in
   line for what is leaving, and those of the host tier are granted in order.
@@ -10,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from phloem.actors import messages as m
 from phloem.actors.actions import (
@@ -49,7 +50,8 @@ class Protocol:
         self._places = places
         self._busy = ""
         self._cause = 0
-        self._capped_by = -1  # the turn whose insert was the last to apply the cap of states
+        self._inserts: deque[int] = deque()  # turns of inserts whose messages may still come
+        self._capped_by = -1  # the last of them that applied the cap of states
         self._copies: set[int] = set()  # asked for and not acknowledged
         self._reserving: dict[Tier, list[int]] = {"device": [], "host": []}
         self._asking: Counter[Tier] = Counter()
@@ -68,6 +70,10 @@ class Protocol:
             if cause >= domain.turns:
                 raise Violation(f"turn {domain.turns}, {what}, was sent by turn {cause}")
             self._cause = cause
+            while self._inserts and self._inserts[0] < cause:
+                self._inserts.popleft()
+        if isinstance(message, m.Insert):
+            self._inserts.append(domain.turns)
         self._check(message, cause)
 
     def end(self) -> None:
@@ -76,10 +82,10 @@ class Protocol:
 
     def _check(self, message: object, cause: int) -> None:
         match message:
-            case EvictExcessPathStates():
+            case EvictExcessPathStates() if cause in self._inserts:
                 self._capped_by = cause
-            case FreeDeviceSlots(owner=owner) if cause == self._capped_by and owner > 0:
-                raise Violation(f"duplicates of turn {cause} are freed after its cap was applied")
+            case FreeDeviceSlots() if cause == self._capped_by:
+                raise Violation(f"places of insert {cause} are freed after its cap was applied")
             case CopyState() | ClearState():
                 self._copy_asked(message.op)
             case m.CopyAfter():

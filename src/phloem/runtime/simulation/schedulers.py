@@ -179,14 +179,19 @@ class Server:
     # -- one request ---------------------------------------------------------------------------
 
     async def serve(self, prompt: Prompt) -> Served:
-        """Serve one prompt to its end. A cancelled caller leaves nothing behind."""
+        """Serve one prompt to its end. A cancelled caller leaves nothing behind.
+
+        Who hears of a reset in the middle (`CacheReset` while it waits for room or a load) or of
+        somebody else's abort (`StaleHandle`) starts again, as a client would: of such a request
+        nothing is lost but what it had computed.
+        """
         self._numbers += 1
         job = Job(prompt, self._numbers, self._now())
         while True:
             await self._admitted(job)
             try:
                 return await self._attempt(job)
-            except (Preempted, StepFailed, CacheReset, StaleHandle):  # stale: aborted by others
+            except (Preempted, StepFailed, CacheReset, StaleHandle):
                 job.preempted += 1
             except NoRoom as error:
                 if not (error.deadlock or len(self._running) > 1):
