@@ -40,6 +40,7 @@ class Environment(msgspec.Struct, frozen=True):
 def look() -> Environment:
     """Look at the machine this process runs on."""
     packages = {name: _version(name) for name in _PACKAGES}
+    packages["torch"] = str(torch.__version__)  # with the build, which metadata may lack: +cu130
     return Environment(
         packages=packages,
         python=f"{platform.python_implementation()} {platform.python_version()}",
