@@ -61,7 +61,7 @@ async def test_advance_goes_on_from_what_is_computed_only_if_that_is_less(inline
         await seed(here, PROMPT[:PAGE])
         assert (await request.advance()).usable == 0 and request.computed == 2 * PAGE
         await seed(here, PROMPT[: 3 * PAGE])
-        assert (await request.advance()).usable == 3 * PAGE == request.computed
+        assert (await request.advance()).usable == 3 * PAGE == request.computed == request.usable
         await compute(here, request, PROMPT, len(PROMPT))
         await request.finish()
 

@@ -21,6 +21,7 @@ async def test_gives_back_its_room_and_goes_on_where_it_was(inline: bool) -> Non
         assert here.cache.stats().tree.pages_protected == 0
         match = await request.resume()
         assert (match.usable, request.computed) == (2 * PAGE, 2 * PAGE)
+        assert request.usable == 2 * PAGE
         await request.allocate(len(PROMPT) - request.computed)
         await request.ready()
         await compute(here, request, PROMPT, len(PROMPT))
@@ -34,7 +35,7 @@ async def test_what_was_evicted_meanwhile_is_computed_again(inline: bool) -> Non
         await compute(here, request, PROMPT, 2 * PAGE)
         await request.suspend()
         await here.cache.evict(pages=99, states=99)
-        assert (await request.resume()).usable == 0
+        assert (await request.resume()).usable == request.usable == 0
         await request.allocate(len(PROMPT))
         await request.ready()
         await compute(here, request, PROMPT, len(PROMPT))

@@ -207,7 +207,7 @@ class Arriving(Publishing):
         """Less is reused than was promised."""
         if boundary < self.computed:
             self._tokens_reused -= self.computed - boundary
-            self.computed = self.usable = boundary
+            self.computed = boundary
             self.match = standing_on(self._lease, self.match)
 
 

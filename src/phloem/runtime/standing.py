@@ -51,7 +51,6 @@ class Standing:
         self.id = opened.owner
         self.match = match
         self.prompt_tokens = opened.key.length
-        self.usable = match.usable
         self.computed = match.usable
         self.status: Status = "open"
         self._core = core
@@ -70,6 +69,11 @@ class Standing:
         self._begun: Begun | None = None  # ... and passes may build on it already
         self.setbacks: int = 0  # how often what passes ran on did not arrive
         self._steps: dict[int, Step] = {}  # opened and not over
+
+    @property
+    def usable(self) -> int:
+        """Tokens that are reused, by its `match`, which `advance` and `resume` renew."""
+        return self.match.usable
 
     @property
     def boundary(self) -> int:
