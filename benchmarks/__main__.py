@@ -12,7 +12,17 @@ from typing import Any
 
 from benchmarks import copies, events, evictions, operations, scale, serving
 
-SECTIONS = ("nodes", "tokens", "hops", "leaves", "policies", "events", "copies", "serving")
+SECTIONS = (
+    "nodes",
+    "tokens",
+    "hops",
+    "leaves",
+    "policies",
+    "events",
+    "copies",
+    "first_token",
+    "serving",
+)
 _OPERATIONS = ("match", "lease", "insert", "evict")
 
 
@@ -115,6 +125,18 @@ def _by_copies(results: dict[str, Any]) -> None:
         print(f"  {text:36} {best:12.2f} {middle:12.2f}")
 
 
+def _by_first_token(results: dict[str, Any]) -> None:
+    _tell("the first token of a prompt that is on the host")
+    figures = results["first_token"] = serving.first_token()
+    print("\ntime to first token, ms, 2,048 tokens known; a load that takes as long as the pass")
+    for name, text in (
+        ("device_ms", "all on the device"),
+        ("whole_ms", "loaded, and then computed"),
+        ("by_layer_ms", "each layer computed when it is there"),
+    ):
+        print(f"  {text:36} {figures[name]:8.1f}")
+
+
 def _by_serving(results: dict[str, Any]) -> None:
     _tell("16 requests at once through a hybrid model, with the cache and without")
     figures = results["serving"] = serving.serving()
@@ -152,6 +174,7 @@ def main() -> None:
         "policies": _by_policies,
         "events": _by_events,
         "copies": _by_copies,
+        "first_token": _by_first_token,
         "serving": _by_serving,
     }
     for section in arguments.only or ([] if arguments.scale else SECTIONS):

@@ -191,3 +191,57 @@ def test_a_state_used_in_place_is_seen_by_its_next_user(harness: Harness) -> Non
         first = harness.restored(row, prompt, NEW)
         harness.model.store_state(first.cache, harness.pools, row.slot)
         after(harness.restored(stored, prompt, NEW), cold)
+
+
+LAYERS = range(40)  # at least as many as any of the models has
+
+
+def parts_of(harness: Harness, layer: int) -> list[Tensor]:
+    """All that the pools keep of a layer."""
+    kv, states = harness.pools.kv.get(layer), harness.pools.states.get(layer, {})
+    return [*([] if kv is None else [kv.k, kv.v]), *states.values()]
+
+
+@each_model
+def test_layers_filled_as_the_pass_comes_to_them_give_the_same_bits(harness: Harness) -> None:
+    """Each layer is asked for once and in the model's order; until then the pools hold rubbish."""
+    prompt = random_tokens(PROMPT, 4)
+    cold = fresh(harness).cold(prompt, NEW)
+    row = harness.store(harness.cold(prompt[: 2 * CHUNK]))
+    pools, asked = harness.pools, list[int]()
+    data = {layer: [part.clone() for part in parts_of(harness, layer)] for layer in LAYERS}
+    for layer in LAYERS:
+        for part in parts_of(harness, layer):
+            part.fill_(3.0)
+
+    def land(layer: int) -> None:
+        asked.append(layer)
+        for part, landed in zip(parts_of(harness, layer), data[layer], strict=True):
+            part.copy_(landed)
+
+    cache = harness.model.gather_late(pools, row, land)
+    assert not asked
+    late = harness.decode(harness.prefill(Run(cache, row.length), prompt), NEW)
+    assert_same(late, cold)
+    assert asked == sorted(asked) and set(asked) == {*pools.kv, *pools.states} < set(LAYERS)
+
+
+@each_model
+def test_a_layer_that_does_not_come_ends_the_pass(harness: Harness) -> None:
+    class Lost(Exception):
+        pass
+
+    prompt = random_tokens(PROMPT, 5)
+    row = fresh(harness).store(harness.cold(prompt[:CHUNK]))
+    last = max((*harness.pools.kv, *harness.pools.states))
+    asked: list[int] = []
+
+    def land(layer: int) -> None:
+        asked.append(layer)
+        if layer == last:
+            raise Lost
+
+    cache = harness.model.gather_late(harness.pools, row, land)
+    with pytest.raises(Lost):
+        harness.model.forward(prompt[CHUNK : 2 * CHUNK], cache, CHUNK)
+    assert asked[-1] == last

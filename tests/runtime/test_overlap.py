@@ -29,8 +29,9 @@ from virtual import Time, in_virtual_time
 
 from phloem import ModelLayout, Request, TransferFailed
 from phloem.cuda_streams.landing import Landing
+from phloem.cuda_streams.threads import WorkerStream
 from phloem.cuda_streams.virtual import PCIE5, landings_ns, overlapped_end_ns
-from phloem.errors import CacheReset, InvalidRequest
+from phloem.errors import CacheReset, CopyFailed, InvalidRequest
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.sync import BlockingCacheRuntime, SyncCacheRuntime
 
@@ -415,3 +416,57 @@ def test_in_virtual_time_the_overlap_is_that_of_the_closed_form(compute_ns: int)
             await request.finish()
 
     in_virtual_time(scenario)
+
+
+class Lost(Exception):
+    """Stands for what `Landing.wait` raises, and for nothing else."""
+
+
+def reads(stream: WorkerStream, landing: Landing, layer: int) -> None:
+    try:
+        landing.wait(layer, stream)
+    except CopyFailed as error:
+        raise Lost(str(error)) from error
+
+
+@pytest.mark.parametrize("end", ["abort", "suspend", "close"])
+async def test_a_pass_does_not_wait_for_what_nobody_wants(inline: bool, end: str) -> None:
+    """The load hangs; the thread of the model goes on at once."""
+    async with roomy(inline) as here:
+        request = await loading(here, layers=0)
+        landing, stream = await request.landing(), here.cache.worker_stream("another")
+        step = here.cache.step([request], stream=stream)
+        work = stream.run(reads, stream, landing, 0)
+        step.launched({request: len(PROMPT)})
+        await asyncio.sleep(0.01)
+        assert not work.done()
+        if end == "abort":
+            request.abort()
+        elif end == "suspend":
+            await request.suspend()
+        else:
+            stream.close()
+        with pytest.raises(Lost, match="given up" if end != "close" else "closed"):
+            await asyncio.wait_for(asyncio.wrap_future(work), 5)
+        step.end()
+        request.abort()
+        stream.close()
+        here.gate.loads_up_to(None)
+
+
+async def test_a_pass_is_told_at_once_of_a_layer_that_failed(inline: bool) -> None:
+    async with roomy(inline) as here:
+        request = await loading(here, layers=1)
+        landing = await request.landing()
+        step = here.cache.step([request], stream=here.stream)
+        work = here.stream.run(reads, here.stream, landing, 3)
+        step.launched({request: len(PROMPT)})
+        step.end()
+        here.gate.error = OSError("the link is down")
+        here.gate.loads_up_to(None)
+        with pytest.raises(Lost, match="the link is down"):
+            await asyncio.wait_for(asyncio.wrap_future(work), 5)
+        assert not landing.landed
+        with pytest.raises(TransferFailed):
+            await request.ready()
+        request.abort()

@@ -159,22 +159,19 @@ class DeviceWorker(WorkerStream):
         """See `Stream.wait`: the thread waits for the launch, the device for the event."""
         super().wait(fence)
 
-    def hold(self, fence: Fence) -> None:
+    def hold(self, fence: Fence, *, unless: Fence | None = None) -> None:
         """See `WorkerStream.hold`; only what the function launches from now on waits."""
         if fence.passed:
             return
         fence.add_recorded_hook(self._notify)
-        fence.add_hook(self._notify)
-        with self._changed:
-            self._changed.wait_for(lambda: fence.event is not None or fence.passed or self._closed)
+        self._hold_until(fence, lambda: fence.event is not None or fence.passed, unless)
         event = fence.event
         if event is None:
             return
         try:
             self.driver.wait_event(self.stream, event)
         except Exception:  # noqa: BLE001  lost, or an event of another device
-            with self._changed:
-                self._changed.wait_for(lambda: fence.passed or self._closed)
+            self._hold_until(fence, lambda: fence.passed, unless)
 
     def close(self) -> None:
         """See `WorkerStream.close`; and wait until what was launched has ended."""

@@ -177,12 +177,18 @@ class WorkerStream:
             with self._changed:
                 self._enqueue(lambda: self.hold(fence), lambda: None)
 
-    def hold(self, fence: Fence) -> None:
-        """For functions that run on this stream: go on only after `fence`, or once it is closed."""
+    def hold(self, fence: Fence, *, unless: Fence | None = None) -> None:
+        """For functions that run on this stream: go on only after `fence`.
+
+        Or at once when `unless` has passed, or the stream is closed.
+        """
         if not fence.passed:
-            fence.add_hook(self._notify)
-            with self._changed:
-                self._changed.wait_for(lambda: fence.passed or self._closed)
+            self._hold_until(fence, lambda: fence.passed, unless)
+
+    @property
+    def closing(self) -> bool:
+        """`close` was called: what runs is to come to an end."""
+        return self._closed
 
     def close(self) -> None:
         """Let what runs end, keep the rest from running, end the thread. Blocks; idempotent."""
@@ -194,6 +200,18 @@ class WorkerStream:
     def _around(self) -> AbstractContextManager[None]:
         """What each function runs in."""
         return nullcontext()
+
+    def _hold_until(
+        self, fence: Fence, reached: Callable[[], bool], unless: Fence | None = None
+    ) -> None:
+        """Block the thread until `reached`, which a hook of `fence` makes true, or as `hold`."""
+        fence.add_hook(self._notify)
+        if unless is not None:
+            unless.add_hook(self._notify)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: reached() or self._closed or (unless is not None and unless.passed)
+            )
 
     def _enqueue(self, act: Callable[[], None], refuse: Callable[[], None]) -> None:
         self._queue.append((act, refuse))

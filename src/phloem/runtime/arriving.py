@@ -79,7 +79,8 @@ class Arriving(Publishing):
     async def landing(self) -> Landing:
         """What a pass can wait for within one function on a worker stream, layer by layer.
 
-        Waits only for the copies to be launched. The pass is provisional (see `ready`).
+        Waits only for the copies to be launched. The pass is provisional (see `ready`). If the
+        data does not arrive, or the request ends before, the wait in it raises `CopyFailed`.
         """
         self._check_alive()
         return await self._landing()
@@ -176,6 +177,8 @@ class Arriving(Publishing):
         copy = None if begun is None else begun.copy
         if not lost and (copy is None or copy.error is None):
             return
+        if begun is not None:
+            begun.landing.give_up()
         self._tokens_computed -= ran
         self.computed = promised
         if lost:

@@ -262,7 +262,8 @@ class Request(Arriving):
         fences = self.fences() + self._core.touching(states, pages)
         self._holding.give_back(pages, states, fences, self._holding.own_spans)
         self._holding = Holding(self._core, array("i"))
-        self._state_at = self._begun = None
+        self._give_up_landing()
+        self._state_at = None
         self._loads = False
         self.status = "suspended"
         if not keep_lease:

@@ -172,6 +172,7 @@ class Standing:
                     blocks=self._key.digests(page_size) if told else [],
                 )
             )
+        self._give_up_landing()
         pages, states = self._holding.own_pages, self._holding.own_states
         fences = self.fences() + core.touching(states, pages)
         self._holding.give_back(pages, states, fences, self._holding.own_spans)
@@ -198,6 +199,12 @@ class Standing:
             if self._lease.live and self._former_generation:
                 return None
             raise
+
+    def _give_up_landing(self) -> None:
+        """No pass waits any longer for what is on its way: nobody wants its results."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.landing.give_up()
 
     def fences(self) -> tuple[Fence, ...]:
         """The fences of the request's steps that are not over."""

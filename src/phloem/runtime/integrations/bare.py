@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from phloem.cuda_streams.fences import Fence
+from phloem.cuda_streams.landing import Landing
 from phloem.errors import NoRoom, PoolFigures
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class BareRequest:
 
     async def ready(self) -> None:
         """Nothing is loaded; the slot was cleared when it was taken."""
+
+    async def landing(self) -> Landing:
+        """Nothing is on its way."""
+        return Landing((), ())
 
     async def advance(self) -> None:
         """Nobody publishes."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar
 
-from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
+from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, TransferFailed
 from phloem.runtime.integrations.transformers import ModelCache, Row, TransformersModel
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from phloem.cuda_streams.fences import Fence
+    from phloem.cuda_streams.landing import Landing
     from phloem.cuda_streams.pools import DevicePools
     from phloem.cuda_streams.threads import WorkerStream
 
@@ -66,6 +67,7 @@ class Request(Protocol):
     def state_slot(self) -> int | None: ...
     async def allocate(self, tokens: int, *, wait: bool = True) -> object: ...
     async def ready(self) -> object: ...
+    async def landing(self) -> Landing: ...
     async def advance(self) -> object: ...
     async def checkpoint(self) -> object: ...
     async def finish(self, *, publish: Publish) -> object: ...
@@ -140,6 +142,9 @@ class HybridServer(Generic[R]):
 
     `chunk` is a multiple of the cache's grid. If it equals the grid, a prompt is computed at the
     same boundaries whatever was reused, and its logits are the same bits.
+
+    A prompt's first chunk is computed while what it reuses is on its way: each layer of the model
+    waits for its own part. `by_layer=False` waits for all of it first.
     """
 
     def __init__(
@@ -152,6 +157,7 @@ class HybridServer(Generic[R]):
         batch_max: int = 16,
         publish: Publish = "prompt",
         keep_logits: bool = False,
+        by_layer: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if chunk < 1 or batch_max < 1:
@@ -164,6 +170,7 @@ class HybridServer(Generic[R]):
         self._batch_max = batch_max
         self._publish: Publish = publish
         self._keep_logits = keep_logits
+        self._by_layer = by_layer
         self._clock = clock
         self._turn = asyncio.Lock()  # whose prompt is computed; in order of arrival
         self._may_decode = asyncio.Event()
@@ -223,24 +230,31 @@ class HybridServer(Generic[R]):
 
     # ------------------------------------------------------------------ prefill
 
-    async def _make_room(self, request: R, tokens: int) -> None:
-        """Allocates for all `tokens` of the request; while it waits, others may decode."""
-        promised = request.computed
-        try:
-            await request.allocate(tokens - request.computed, wait=False)
-        except NoRoom:
-            self._may_decode.set()
-            await request.allocate(tokens - request.computed)
-            self._may_decode.clear()
-        await request.ready()
-        if request.computed < promised:  # less came from the host
-            await request.allocate(tokens - request.computed)
-            await request.ready()
+    async def _make_room(self, request: R, tokens: int) -> Landing | None:
+        """Allocates for all `tokens` of the request; while it waits, others may decode.
+
+        Returns what the first pass has to wait for, layer by layer; None when nothing.
+        """
+        landing: Landing | None = None
+        while True:
+            promised = request.computed
+            try:
+                await request.allocate(tokens - promised, wait=False)
+            except NoRoom:
+                self._may_decode.set()
+                await request.allocate(tokens - promised)
+                self._may_decode.clear()
+            if self._by_layer:
+                landing = await request.landing()
+            else:
+                await request.ready()
+            if request.computed == promised:  # or less came from the host
+                return landing
 
     async def _prefill(self, request: R, prompt: Sequence[int], max_new: int) -> tuple[int, Tensor]:
         """Computes what is not reused; returns how many tokens and the last logits."""
         await request.advance()  # what was published since the request arrived
-        await self._make_room(request, len(prompt) + max_new)
+        landing = await self._make_room(request, len(prompt) + max_new)
         ran: tuple[ModelCache, Tensor] | None = None
         computed, end = 0, -1
         while request.computed < len(prompt):
@@ -249,10 +263,17 @@ class HybridServer(Generic[R]):
             cache = ran[0] if ran is not None and request.computed == end else None
             start, end = request.next_stop(self._chunk)
             with self.cache.step([request], stream=self._stream) as step:
-                work = self._stream.run(
-                    self._prefill_chunk, cache, prompt[start:end], start, _row(request, start)
-                )
+                row, tokens = _row(request, start), prompt[start:end]
+                work = self._stream.run(self._prefill_chunk, cache, tokens, start, row, landing)
                 step.launched({request: end})
+            if landing is not None:
+                try:
+                    await request.ready()  # before the pass is over: who waits in vain is let go
+                except TransferFailed:
+                    await _over(step)
+                    landing = await self._make_room(request, len(prompt) + max_new)
+                    continue
+                landing = None
             await _over(step)
             ran = work.result()
             await request.checkpoint()
@@ -261,16 +282,31 @@ class HybridServer(Generic[R]):
         return computed, ran[1]
 
     def _prefill_chunk(
-        self, cache: ModelCache | None, tokens: Sequence[int], start: int, row: Row
+        self,
+        cache: ModelCache | None,
+        tokens: Sequence[int],
+        start: int,
+        row: Row,
+        landing: Landing | None,
     ) -> tuple[ModelCache, Tensor]:
         """On the worker thread."""
         if cache is None:
-            cache = self.model.gather(self.pools, row.pages, start, row.slot)
+            cache = self._gather(row, landing)
         logits = self.model.forward(tokens, cache, start)[-1].cpu()
         self.model.scatter_kv(cache, self.pools, row.pages, start, start + len(tokens))
         if row.slot is not None:
             self.model.store_state(cache, self.pools, row.slot)
         return cache, logits
+
+    def _gather(self, row: Row, landing: Landing | None) -> ModelCache:
+        """What a request reuses; a layer that is on its way when the pass comes to it."""
+        if landing is None or landing.landed:
+            return self.model.gather(self.pools, row.pages, row.length, row.slot)
+
+        def wait(layer: int) -> None:
+            landing.wait(layer, self._stream)
+
+        return self.model.gather_late(self.pools, row, wait)
 
     # ------------------------------------------------------------------ decode
 

@@ -22,6 +22,8 @@ Facts about these models that the code below depends on:
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from math import nan
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
@@ -35,16 +37,20 @@ from transformers.cache_utils import (
 
 from phloem.cuda_streams.specs import KVSpec, LayerSpec, StateSpec
 from phloem.errors import InvalidRequest
+from phloem.runtime.integrations.late import late_kv, late_states
 from phloem.runtime.layout import ModelLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedConfig
 
     from phloem.cuda_streams.pools import DevicePools
 
-__all__ = ["ALLOWED", "CausalModel", "ModelCache", "Row", "TransformersModel", "UncheckedModel"]
+__all__ = [
+    "ALLOWED", "CacheLayer", "CausalModel", "ModelCache", "Row", "TransformersModel",
+    "UncheckedModel",
+]  # fmt: skip
 
 ALLOWED = frozenset(
     {
@@ -91,19 +97,25 @@ class CausalModel(Protocol):
     def __call__(self, **arguments: object) -> CausalOutput: ...
 
 
-class _CacheLayer(Protocol):
+class CacheLayer(Protocol):
+    """What one layer keeps; layers with attention only have no states, and the reverse."""
+
     keys: Tensor
     values: Tensor
     number_of_states: int
     conv_states: dict[int, Tensor | None]
     recurrent_states: dict[int, Tensor | None]
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *more: object, **named: object
+    ) -> object: ...
+
 
 class ModelCache(Protocol):
     """The model's own cache object: KV and states of one request, or of a batch of them."""
 
     @property
-    def layers(self) -> Sequence[_CacheLayer]: ...
+    def layers(self) -> Sequence[CacheLayer]: ...
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> object: ...
     def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0) -> object: ...
     def update_recurrent_state(
@@ -173,11 +185,13 @@ class TransformersModel:
             part: torch.zeros_like(_state(cache.layers[part.layer], part))
             for part in self._state_parts
         }
+        # What is read before it was filled must show.
+        self._blanks = {part: torch.full_like(zero, nan) for part, zero in self._zeros.items()}
         return ModelLayout.from_layers(
             [self._layer_spec(index, layer) for index, layer in enumerate(cache.layers)]
         )
 
-    def _layer_spec(self, index: int, layer: _CacheLayer) -> LayerSpec:
+    def _layer_spec(self, index: int, layer: CacheLayer) -> LayerSpec:
         states: list[StateSpec] = []
         for part in self._state_parts:
             if part.layer == index:
@@ -266,12 +280,44 @@ class TransformersModel:
         return self.gather_batch(pools, [Row(pages, n_tokens, state_slot)])
 
     @torch.inference_mode()
+    def gather_late(self, pools: DevicePools, row: Row, wait: Callable[[int], None]) -> ModelCache:
+        """Like `gather`, each layer only when a forward pass comes to it, and after `wait(layer)`.
+
+        What `wait` raises ends the pass; the cache object is of no use then.
+        """
+        cache = self._bare_cache()
+        pages, slots = self._page_index(pools, row), self._slots([row.slot])
+
+        def gather_kv(layer: int) -> tuple[Tensor, Tensor]:
+            wait(layer)
+            keys, values = self._kv_of(pools, layer, [row], [pages], row.length)
+            return keys, values
+
+        def fill(layer: int, held: CacheLayer) -> None:
+            wait(layer)
+            for part in self._parts_of(layer):
+                states = pools.states[layer][part.name].index_select(0, slots)
+                _state(held, part).copy_(states)
+
+        for layer, held in enumerate(cache.layers):
+            if row.length and layer in self._kv_layers:
+                late_kv(held, row.length, partial(gather_kv, layer))
+            if parts := self._parts_of(layer):
+                for part in parts:
+                    self._load_state(cache, part, self._blanks[part])
+                late_states(held, partial(fill, layer, held))
+        return cache
+
+    @torch.inference_mode()
     def gather_batch(self, pools: DevicePools, rows: Sequence[Row]) -> ModelCache:
         """The same for several requests: KV padded on the left to the longest, states stacked."""
         cache = self._bare_cache()
         longest = max(row.length for row in rows)
         if longest:
-            self._gather_kv(cache, pools, rows, longest)
+            pages = [self._page_index(pools, row) for row in rows]
+            for layer in self._kv_layers:
+                keys, values = self._kv_of(pools, layer, rows, pages, longest)
+                cache.update(keys, values, layer)
         slots = self._slots([row.slot for row in rows])
         for part in self._state_parts:
             states = pools.states[part.layer][part.name].index_select(0, slots)
@@ -285,24 +331,32 @@ class TransformersModel:
         else:
             cache.update_recurrent_state(states, part.layer, state_idx=part.number)
 
-    def _gather_kv(
-        self, cache: ModelCache, pools: DevicePools, rows: Sequence[Row], longest: int
-    ) -> None:
-        ids = [
-            torch.tensor(list(row.pages[: -(-row.length // pools.page_size)]), device=self.device)
-            for row in rows
-        ]
-        for layer in self._kv_layers:
-            joined: list[Tensor] = []
-            for pool in (pools.kv[layer].k, pools.kv[layer].v):
-                _, _, heads, width = pool.shape
-                out = pool.new_zeros(len(rows), heads, longest, width)
-                for place, row, pages in zip(out, rows, ids, strict=True):
-                    if row.length:
-                        tokens = pool.index_select(0, pages).flatten(0, 1)[: row.length]
-                        place[:, longest - row.length :] = tokens.transpose(0, 1)
-                joined.append(out)
-            cache.update(joined[0], joined[1], layer)
+    def _page_index(self, pools: DevicePools, row: Row) -> Tensor:
+        pages = row.pages[: -(-row.length // pools.page_size)]
+        return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
+
+    def _kv_of(
+        self,
+        pools: DevicePools,
+        layer: int,
+        rows: Sequence[Row],
+        pages: Sequence[Tensor],
+        longest: int,
+    ) -> list[Tensor]:
+        """Keys and values of a layer, [rows, heads, longest, width], with each row at the right."""
+        joined: list[Tensor] = []
+        for pool in (pools.kv[layer].k, pools.kv[layer].v):
+            _, _, heads, width = pool.shape
+            out = pool.new_zeros(len(rows), heads, longest, width)
+            for place, row, index in zip(out, rows, pages, strict=True):
+                if row.length:
+                    tokens = pool.index_select(0, index).flatten(0, 1)[: row.length]
+                    place[:, longest - row.length :] = tokens.transpose(0, 1)
+            joined.append(out)
+        return joined
+
+    def _parts_of(self, layer: int) -> list[_StatePart]:
+        return [part for part in self._state_parts if part.layer == layer]
 
     # ------------------------------------------------------------------ cache object to pools
 
@@ -369,7 +423,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _state(layer: _CacheLayer, part: _StatePart) -> Tensor:
+def _state(layer: CacheLayer, part: _StatePart) -> Tensor:
     states = layer.conv_states if part.kind == "conv" else layer.recurrent_states
     state = states[part.number]
     if state is None:
@@ -382,7 +436,7 @@ def _layers_of(kind: type, cache: ModelCache) -> list[int]:
     return [index for index, layer in enumerate(layers) if isinstance(layer, kind)]
 
 
-def _state_parts(index: int, layer: _CacheLayer) -> Iterator[_StatePart]:
+def _state_parts(index: int, layer: CacheLayer) -> Iterator[_StatePart]:
     """The states that a recurrent layer of a filled cache object holds."""
     for number in range(layer.number_of_states):
         if layer.conv_states[number] is not None:
