@@ -93,6 +93,7 @@ class World:
         cap: int | None = None,
         enabled: bool = True,
         check_each: bool = True,
+        state_weight: int = 1024,
     ) -> None:
         self.page = page
         self.kv = Pool("kv", pages)
@@ -106,6 +107,7 @@ class World:
             policy=policy,
             placement=Placement(max_states_per_path=cap),
             enabled=enabled,
+            state_weight=state_weight,
         )
         self.check_each = check_each
         self.log: list[Action] = []

@@ -47,6 +47,7 @@ def marked_world() -> tuple[World, Node, dict[str, object]]:
     node.stamp, node.state_stamp, node.hits, node.born = 41, 42, 43, 44
     node.priority, node.keep_until, node.sessions, node.mark = 45, 46, 47, 48
     node.turn, node.rests, node.prompt_end = 49, 50, 51
+    node.departures, node.departures_since = 52, 53
     before = {name: getattr(node, name) for name in SPLIT_RULES}
     elsewhere = {"parent", "host", "gone_children", "spans"}  # in test_host_rules, test_window
     for name in set(SPLIT_RULES) - elsewhere:

@@ -20,6 +20,8 @@ _WALK_MAX = 64  # nodes looked at for the nearest state above; the farthest coun
 _LEARN_EVERY = 64  # visits
 _GONE_MAX = 4096
 _INNER_MEMORY = 200  # visits over which the share of those is averaged that leave others' ways
+_DEPARTURES_MAX = 32  # that count at one node
+_EXPECTED = 0.3  # departures that what is expected of a node weighs as much as
 _KINDS = 5  # of turns: the first, the second, the next two, the next four, later ones
 
 
@@ -47,7 +49,8 @@ class Benefit(Policy):
     The chance of a return is learned for the conversation's turn and the age (`Returns`), from
     what is cached and from what was evicted lately. Of a leaf that comes back, the tokens since
     the nearest state above it are saved. The state of an inner node is used only when a request
-    leaves the way that others took; how often that happens is learned, too.
+    leaves the way that others took; how often that happens is learned, too: for each node by itself
+    as soon as it has happened there.
     """
 
     name = "benefit"
@@ -65,9 +68,9 @@ class Benefit(Policy):
         self._page_bytes = TOKEN_BYTES
         self._state_weight = 0
 
-    def serve(self, page_bytes: int, state_weight: int, /) -> None:
+    def serve(self, page_bytes: int, state_weight: int, now: int, /) -> None:
         """The weights to reckon with."""
-        self._page_bytes, self._state_weight = page_bytes, state_weight
+        self._page_bytes, self._state_weight, self._now = page_bytes, state_weight, now
 
     # -- scores --------------------------------------------------------------------------------
 
@@ -86,8 +89,10 @@ class Benefit(Policy):
         if node.children is None:
             return self.kv_score(node)
         saved, _ = self._spans(node)
-        weight = self._inner_weight * len(node.children) / max(self._state_weight, 1)
-        return int(self._rate(node, node.state_stamp) * saved * weight * _UNIT)
+        rate = self._rate(node, node.state_stamp) * self._inner_weight * len(node.children)
+        if node.departures:
+            rate = self._rate_seen(node, rate)
+        return int(rate * saved / max(self._state_weight, 1) * _UNIT)
 
     def span_score(self, node: Node, stamp: int, /) -> Score:
         """What is needed with the state goes with the chance that it is."""
@@ -99,6 +104,14 @@ class Benefit(Policy):
         kind = _KIND_OF[turn] if turn < len(_KIND_OF) else _KINDS - 1
         age = self._now - stamp
         return self._returns.rates[kind][age.bit_length() if age > 0 else 0]
+
+    def _rate_seen(self, node: Node, expected: float) -> float:
+        """How often requests leave others' ways at a node, by how often they did so far.
+
+        The mean of a gamma distribution of rates, which before the first was at what was expected.
+        """
+        span = max(self._now - node.departures_since, 0)
+        return (node.departures + _EXPECTED) * expected / (span * expected + _EXPECTED)
 
     def _spans(self, node: Node) -> tuple[int, int]:
         """Tokens since the nearest state above, and tokens of KV that nothing else needs."""
@@ -130,6 +143,8 @@ class Benefit(Policy):
             turn = last.turn
             leaves = inside is not None or (last.children is not None and len(last.children) == 1)
             self._inner += (leaves - self._inner) / _INNER_MEMORY
+            if inside is None and last.children is not None:
+                self._departs(last, visit.now)
             if inside is None or 2 * walk.inside >= len(inside.edge):
                 self._comes_back(last, visit.stop - reached < self._page_bytes, visit.now)
         found = self._find_gone(visit, reached)
@@ -140,6 +155,18 @@ class Benefit(Policy):
             self._returns.learn(visit.now)
             self._inner_weight = sqrt(self._inner)
         return turn + 1 if 2 * reached > visit.stop else 0
+
+    def _departs(self, node: Node, now: int) -> None:
+        """A request leaves others' ways at an inner node; what is long past counts less and less.
+
+        The first to come that way was there when the node's data were first cached.
+        """
+        if not node.departures:
+            node.departures_since = node.born
+        node.departures += 1
+        if node.departures > _DEPARTURES_MAX:
+            node.departures //= 2
+            node.departures_since += (now - node.departures_since) // 2
 
     def _comes_back(self, node: Node, looked_up_all: bool, now: int) -> None:
         """A request goes on from `node`, or is the one again whose last page is below it."""

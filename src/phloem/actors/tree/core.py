@@ -100,7 +100,7 @@ class TreeCore:
         self.enabled = enabled
         self.state_weight = state_weight if self.has_states else 0
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
-        self.policy.serve(page_size * TOKEN_BYTES, self.state_weight)
+        self.policy.serve(page_size * TOKEN_BYTES, self.state_weight, 0)
         self.departures = Departures()
         self.radix = self.new_radix(page_size, len(self.spans))
         self.indexes = tuple(

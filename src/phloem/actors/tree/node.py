@@ -106,6 +106,8 @@ class Node(msgspec.Struct, gc=False, eq=False):
     hits: int = 1
     turn: int = 0  # how many requests in a row went on from one another, up to the one that made it
     rests: int = 0  # since when, for a policy that learns when it is used again; 0: it does not
+    departures: int = 0  # requests that left the ways of others here, since `departures_since`
+    departures_since: int = 0
     prompt_end: int = 0  # where the prompt ended of the request that made it
     priority: int = 0  # 0 to 100
     keep_until: int = 0  # the time when the priority ends; 0: it does not
@@ -147,6 +149,8 @@ SPLIT_RULES: dict[str, str] = {
     "hits": "copy",
     "turn": "copy",
     "rests": "lower",
+    "departures": "lower",
+    "departures_since": "lower",
     "prompt_end": "copy",
     "priority": "copy",
     "keep_until": "copy",

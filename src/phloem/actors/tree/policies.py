@@ -97,7 +97,6 @@ class _First(Policy):
     def __init__(self, within: Policy | None = None) -> None:
         self.within = within or Lru()
         self.rises_only, self.learns = self.within.rises_only, self.within.learns
-        self.by_shape = self.within.by_shape
         self.apart, self.by_shape = self.within.apart, self.within.by_shape
         self.bits = self.within.bits + self.class_bits
         if self.bits > 8 * SCORE_BYTES:
@@ -119,9 +118,9 @@ class _First(Policy):
         """The class, then the other policy's score."""
         return self.class_of(node) << self.within.bits | self.within.span_score(node, stamp)
 
-    def serve(self, page_bytes: int, state_weight: int, /) -> None:
+    def serve(self, page_bytes: int, state_weight: int, now: int, /) -> None:
         """Hand on to the other policy."""
-        self.within.serve(page_bytes, state_weight)
+        self.within.serve(page_bytes, state_weight, now)
 
     def visited(self, visit: Visit, /) -> int:
         """Hand on to the other policy."""

@@ -66,11 +66,11 @@ class Policy:
         del node
         return stamp
 
-    def serve(self, page_bytes: int, state_weight: int, /) -> None:
+    def serve(self, page_bytes: int, state_weight: int, now: int, /) -> None:
         """Told of the tree it is for.
 
         `page_bytes` of a key are a page. One state weighs as much as the KV of `state_weight`
-        tokens; 0: there are no states.
+        tokens; 0: there are no states. `now` is the tree's count of uses.
         """
 
     def visited(self, visit: Visit, /) -> int:

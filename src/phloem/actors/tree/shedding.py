@@ -408,7 +408,7 @@ class SheddingTree(BackingTree):
     def use_policy(self, policy: str | Policy) -> None:
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
-        self.policy.serve(self.radix.page_bytes, self.state_weight)
+        self.policy.serve(self.radix.page_bytes, self.state_weight, self.now)
         self.policy.tick(self.time)
         for component, index in zip(self.components.all, self.indexes, strict=True):
             index.score = component.score_by(self.policy)

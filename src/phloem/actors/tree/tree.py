@@ -392,6 +392,8 @@ class Tree(MovingTree):
                 self._prefer(node, lease.priority, lease.keep_until)
         elif kv_may_go(node):
             self.kv_index.push(node)
+            if self.policy.learns:
+                self.policy.rested(node, self.now)
         if priority:
             self._prefer(node, priority, 0)
         outcome = self._offer_state(node, state, owner, actions, arrived=stop == offered)
