@@ -6,16 +6,24 @@ import csv
 from pathlib import Path
 
 import pytest
+from replay.reference import Reference
 
 from phloem.runtime.costs.published import geometry_named
 from phloem.runtime.replay.bounds import ceiling
+from phloem.runtime.replay.named import cache_named
 from phloem.runtime.replay.requests import Workload, prepare
-from phloem.runtime.replay.runs import Settings, replay
+from phloem.runtime.replay.runs import Settings, capacity_of, replay
 from phloem.runtime.traces import read_trace
 
 HERE = Path(__file__).parent
 TABLE = HERE.parent.parent / "benchmarks" / "data" / "known_policies.csv"
-TREES = ["kv-lru", "kv-s3fifo", "grid", "judicious", "judicious-4096", "gdsf"]
+POLICIES = ["kv-lru", "kv-s3fifo", "grid", "two-pools", "judicious", "judicious-4096", "marconi"]
+POLICIES.append("gdsf")
+TIES = {
+    ("agent_taubench_airline_tokens", "qwen3-next-80b-a3b-bf16state", 5, "marconi"): 0.6,
+    ("agent_taubench_airline_tokens", "qwen3-next-80b-a3b-bf16state", 5, "two-pools"): 0.4,
+}
+"""Which of two that were used by one request goes first is not defined; by how much it decides."""
 # All that an unbounded cache can hit, and what two states a request make of it.
 CEILINGS = {
     "agent_miniswe_tokens": (94.5, 94.4),
@@ -38,16 +46,40 @@ def theirs(name: str, geometry: str, share: int) -> dict[str, float]:
     raise AssertionError("no such point")
 
 
-def test_known_policies_land_within_a_point(work: Workload) -> None:
-    """At 5 % of the KV of all distinct tokens; Marconi and two pools where ties do not decide."""
-    policies = [*TREES, "two-pools"]
-    if work.name != "agent_magentic_tokens":
-        policies.append("marconi")
-    settings = Settings(geometry=geometry_named("marconi7b"), bounds=False)
-    report = replay([work], settings, policies, ["5%"])
-    expected = theirs(work.name, "marconi7b", 5)
+@pytest.mark.parametrize(
+    ("geometry", "share", "policies"),
+    [
+        ("marconi7b", 5, POLICIES),
+        ("qwen3-next-80b-a3b-bf16state", 5, ["two-pools", "marconi", "gdsf"]),
+        ("marconi7b", 2, ["two-pools"]),
+    ],
+)
+def test_known_policies_land_where_they_should(
+    work: Workload, geometry: str, share: int, policies: list[str]
+) -> None:
+    """Within a tenth of a point, but where a tie decides."""
+    settings = Settings(geometry=geometry_named(geometry), bounds=False)
+    report = replay([work], settings, policies, [f"{share}%"])
+    expected = theirs(work.name, geometry, share)
     for run in report.runs:
-        assert 100 * run.hit_rate == pytest.approx(expected[run.policy], abs=1.0), run.policy
+        apart = TIES.get((work.name, geometry, share, run.policy), 0.1)
+        assert abs(round(100 * run.hit_rate, 1) - expected[run.policy]) < apart + 0.01, run.policy
+
+
+@pytest.mark.parametrize("policy", ["judicious", "marconi-0.5", "gdsf"])
+@pytest.mark.parametrize("geometry", ["marconi7b", "qwen3-next-80b-a3b-bf16state"])
+def test_every_hit_is_the_definition_s(work: Workload, geometry: str, policy: str) -> None:
+    """Against the definition written down in the plainest way."""
+    model = geometry_named(geometry)
+    capacity = capacity_of("5%", work, model)
+    cache = cache_named(policy, work, model, capacity)
+    kind, _, alpha = policy.partition("-")
+    assert kind == "judicious" or kind == "marconi" or kind == "gdsf"
+    plain = Reference(model, work.block_size, capacity, kind, float(alpha or 0))
+    for request in work.requests:
+        expected = plain.serve(request.ids(), request.matchable) * work.block_size
+        assert cache.serve(request).hit == expected
+    assert cache.totals.evictions > 10
 
 
 def test_judicious_admission_is_exact(work: Workload) -> None:

@@ -39,6 +39,8 @@ class Radix:
         self.states = 0
         self.span_pages = [0] * spans
         self.version = 0  # rises with every change of what a walk can find
+        # Whether a part without a state is one with its child even if that has a state.
+        self.whole_edges = False
         # Told of the node, the new upper part and its pages when a node that the host tier has to
         # do with is split.
         self.on_split: Callable[[Node, Node, int], None] | None = None
@@ -258,7 +260,9 @@ class Radix:
         if node.state or node.leases or node.state_leases or node.sessions:
             return None
         (child,) = children.values()
-        if child.state or len(node.edge) + len(child.edge) > MERGED_EDGE_BYTES_MAX:
+        if child.state and not self.whole_edges:
+            return None
+        if len(node.edge) + len(child.edge) > MERGED_EDGE_BYTES_MAX:
             return None
         if (node.host is not None or child.host is not None) and not _equal_tiers(node, child):
             return None

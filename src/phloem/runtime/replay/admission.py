@@ -18,7 +18,8 @@ class Spot(msgspec.Struct, frozen=True, gc=False):
     """What is known of a request before its data are kept; all positions in pages.
 
     `usable` and `prefix` are of the part that may be matched, `walked` of the whole sequence:
-    how far KV reaches, `inside` an edge if the way parts from others' there. `end`: kept so far.
+    how far KV reaches, `inside` an edge if the way parts from others' there. `end`: kept so far,
+    all there is if `whole`.
     """
 
     usable: int
@@ -26,6 +27,7 @@ class Spot(msgspec.Struct, frozen=True, gc=False):
     walked: int
     inside: bool
     end: int
+    whole: bool
 
 
 class Admission(Protocol):
@@ -34,13 +36,18 @@ class Admission(Protocol):
     placement: Placement
     """What the tree itself is told to want."""
 
+    from_copy: bool
+    """The state that was found is used when it is found, none at the end is: not held meanwhile."""
+
     def positions(self, tree: Tree, lease: Lease, spot: Spot) -> Sequence[int]:
-        """Where to keep states, in pages from the start, in any order."""
+        """Where to keep states, in pages from the start; later ones count as used later."""
         ...
 
 
 class AsPlaced:
     """As the tree wants it when a request opens, and at the end of its answer."""
+
+    from_copy = False
 
     def __init__(self, placement: Placement | None = None) -> None:
         self.placement = placement or Placement()

@@ -103,6 +103,7 @@ class ReplayCache:
             placement=self.admission.placement,
             state_weight=max(1, round(geometry.state_bytes / (geometry.kv_bytes * block_size))),
         )
+        self.tree.radix.whole_edges = isinstance(self.policy, Watching)
         self.places = {"kv": Places(), "state": Places()}
         self.totals = Totals()
         self.number = 0
@@ -132,13 +133,12 @@ class ReplayCache:
             session=request.session if self.sessions else None,
         )
         self.totals.lookup_s += perf_counter() - began
-        watching = self.policy if isinstance(self.policy, Watching) else None
-        if watching is not None:
-            tree.release_state(lease)  # the state that was found is used now, none at the end is
-            if match.usable:
-                watching.matched(lease.anchor)
-                tree.kv_index.lower(lease.anchor)
-                tree.state_index.lower(lease.anchor)
+        if self.admission.from_copy:
+            tree.release_state(lease)
+        if isinstance(self.policy, Watching) and match.usable:
+            self.policy.matched(lease.anchor)
+            tree.kv_index.lower(lease.anchor)
+            tree.state_index.lower(lease.anchor)
         decision = self._keep(request, key, lease, match)
         if self.sessions:
             tree.stand_on(lease)
@@ -152,9 +152,12 @@ class ReplayCache:
         end = request.blocks if memory is None else memory.longest(request.blocks)
         walk = tree.radix.walk(key, 4 * end)
         walked = (walk.offset + walk.inside) // 4
-        spot = Spot(match.usable, match.kv_prefix, walked, walk.inside > 0, end)
-        has = {node.end for node in walk.path if node.state != NO_SLOT}
-        wanted = sorted({*self.admission.positions(tree, lease, spot)} - has - {0})
+        spot = Spot(
+            match.usable, match.kv_prefix, walked, walk.inside > 0, end, end == request.blocks
+        )
+        has = {0, *(node.end for node in walk.path if node.state != NO_SLOT)}
+        positions = self.admission.positions(tree, lease, spot)
+        wanted = [at for at in dict.fromkeys(positions) if at not in has]
         guarded = walk.partial or (walk.path[-1] if walk.path else lease.anchor)
         if walk.partial is not None and self.policy.apart:
             guarded = tree.radix.split(walk.partial, walk.inside)
@@ -174,7 +177,7 @@ class ReplayCache:
             request=self.number - 1,
             hit=match.usable * size,
             prefix=match.kv_prefix * size,
-            states=tuple(at * size for at in wanted) if fits else (),
+            states=tuple(at * size for at in sorted(wanted)) if fits else (),
             skipped=not fits,
             evicted=evicted,
         )
@@ -201,13 +204,18 @@ class ReplayCache:
 
     def _insert(self, key: TokenKey, lease: Lease, wanted: list[int], end: int) -> None:
         """Insert a key as its request would have: up to each position with a state, then whole."""
-        tree = self.tree
-        for at in wanted if wanted and wanted[-1] == end else [*wanted, end]:
+        tree, made = self.tree, dict[int, Node]()
+        for at in sorted({*wanted, end}):
             state = self.places["state"].take(1)[0] if at in wanted else NO_SLOT
             pages = self.places["kv"].take(at - lease.boundary)
             self._carry_out(tree.insert(key, pages, state, lease, length=at)[1])
+            made[at] = lease.anchor
             if state and isinstance(self.policy, Watching):
                 self.policy.made(lease.anchor)
+        if wanted != sorted(wanted):  # the tree had to make them from the front
+            for at in wanted:
+                tree.now += 1
+                made[at].state_stamp = tree.now
 
     def _carry_out(self, actions: Actions) -> None:
         """What the tree gives back can be given out again."""

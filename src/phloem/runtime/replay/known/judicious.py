@@ -25,6 +25,7 @@ class Judicious:
     """
 
     placement = NONE_WANTED
+    from_copy = True
 
     def __init__(self, every: int | None = None) -> None:
         self.every = every

@@ -28,6 +28,7 @@ class NoStates:
     """A model without states."""
 
     placement = NONE_WANTED
+    from_copy = False
 
     def positions(self, tree: Tree, lease: Lease, spot: Spot) -> Sequence[int]:
         """None."""
@@ -36,12 +37,14 @@ class NoStates:
 
 
 class TwoEnds:
-    """States at the end of the KV prefix that was found, and at the end of the sequence.
+    """States at the end of the sequence, then at the end of the KV prefix that was found.
 
-    At most `states` of them, where there are only so many; the deeper ones.
+    The end only where all of a sequence fits into the pages. At most `states` of them, where there
+    are only so many: the later one takes the place.
     """
 
     placement = NONE_WANTED
+    from_copy = True
 
     def __init__(self, states: int) -> None:
         self.states = states
@@ -49,7 +52,10 @@ class TwoEnds:
     def positions(self, tree: Tree, lease: Lease, spot: Spot) -> Sequence[int]:
         """Both ends, where KV is kept."""
         del tree, lease
-        ends = sorted({min(spot.prefix, spot.end), spot.end})
+        prefix = min(spot.prefix, spot.end)
+        ends = [spot.end] if spot.whole else []
+        if prefix not in (0, *ends):
+            ends.append(prefix)
         return ends[max(0, len(ends) - self.states) :]
 
 

@@ -128,7 +128,7 @@ class TunedMarconi(ReplayCache):
     def serve(self, request: ReplayRequest) -> Decision:
         """Tune once the window is over."""
         if self._first is None and self.totals.evictions:
-            self._first = self.number - 1
+            self._first = self.number
         if self.alpha is None:
             if self._first is not None and self.number >= 5 * self._first:
                 self._tune()
