@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from observe.driver import Driver, config
 
 from phloem import CacheRuntime, InvalidRequest, Namespace, events
@@ -159,6 +160,43 @@ async def test_what_the_host_had_and_what_did_not_come(tmp_path: Path) -> None:
     assert reasons(third) == {"last_token": 1, "copy_failed": 8}
     assert any("a load did not come, stood on 0" in line for line in third.later)
     assert third.later[-1].endswith("finished, computed 9")
+
+
+@pytest.mark.parametrize(("prefill", "way"), [(1e9, "recompute"), (1.0, "load")])
+async def test_what_was_weighed_is_told(tmp_path: Path, prefill: float, way: str) -> None:
+    path, engines = tmp_path / "log", list[CopyEngine]()
+
+    def engine(post: Post) -> CopyEngine:
+        engines.append(ThreadEngine(post))
+        return engines[0]
+
+    settings = structs.replace(
+        config(True, host="write_through"),
+        loads="cheapest",
+        prefill_tokens_per_s=prefill,
+        load_bytes_per_s=1e3,
+    )
+    with open_log(path) as log:
+        async with CacheRuntime(settings, events=log, engine=engine) as cache:
+            await serve(cache, PROMPT, "first")
+            await engines[0].drain()
+            await asyncio.sleep(0)
+            await cache.evict(pages=40, states=8)
+            await serve(cache, PROMPT, "second")
+    assert not explain_request(path, "first").weighed, "there was nothing to weigh"
+    second = explain_request(path, "second")
+    assert [(one.way, one.saved) for one in second.weighed] == [
+        *([("load", 8), ("load", 4)]),
+        ("recompute", 0),
+    ]
+    (taken,) = (one for one in second.weighed if one.taken)
+    assert (taken.way, taken.saved) == (way, second.usable)
+    assert taken.seconds == min(one.seconds for one in second.weighed)
+    assert reasons(second) == {"last_token": 1, **({} if way == "load" else {"dearer": 8})}
+    text = readable(second)
+    words = {"load": "load what the host has, up to 8", "recompute": "compute from 0 on"}
+    assert re.search(rf"  - [\d.e-]+ ms: {words[way]} \(taken\)\n", text), text
+    assert "ms: load what the host has, up to 4\n" in text and text.count("(taken)") == 1
 
 
 async def test_reasons_add_up_for_every_request_of_a_run(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ async def test_what_takes_longer_to_load_than_to_compute_is_computed(
         ways = {one.way: one for one in request.match.alternatives}
         assert request.usable == usable
         assert set(ways) == ({"load", "recompute"} if prefill else set())
+        dearer = {} if usable else {"dearer": 4 * PAGE}
+        assert request.match.lost == {"last_token": 1, **dearer}, "not for want of a state"
         (told,) = here.of_type(RequestOpened)[-1:]
         assert [way for way, _, _ in told.alternatives] == list(ways)
         if ways:
@@ -93,6 +95,11 @@ async def test_who_may_wait_for_another_request_does_where_that_is_faster(
             assert ways["wait"] == (8 * PAGE, ways["recompute"][1])
             assert ways["load"][1] > ways["wait"][1]
             assert second.usable == 0
+            assert told.lost == {
+                "last_token": 1,
+                "never_seen": 4 * PAGE,
+                "arriving" if join else "dearer": 4 * PAGE,
+            }
         first.abort()
 
 

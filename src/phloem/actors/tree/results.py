@@ -29,7 +29,7 @@ Lost: TypeAlias = str  # one of LOST
 # Why tokens are not reused: a closed list, with a reason for each component that can be missing.
 LOST: tuple[Lost, ...] = (
     *("last_token", "partial_page", "never_seen", "evicted", "forgotten", "no_state"),
-    *("arriving", "tier_failed", "corrupt", "refused"),
+    *("arriving", "tier_failed", "corrupt", "refused", "dearer"),
     *(f"no_{kind}" for kind in SPANS),
 )
 StateTier = Literal["", "device", "host"]
@@ -48,7 +48,8 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     `alternatives`: the ways that were weighed when the match was opened, where their costs were
     known; `usable` is then what the chosen one reuses at once.
     `not_loaded` tokens beyond `usable` are in a lower tier and did not come from there, for the
-    reason `why_not`: `refused`, there was no room, or `tier_failed`.
+    reason `why_not`: `refused`, there was no room, `tier_failed`, `dearer`, computing them takes
+    less time, or `arriving`, another request computes them sooner and is waited for.
     """
 
     tokens: int

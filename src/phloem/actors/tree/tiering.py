@@ -102,14 +102,16 @@ class Tiering:
         best = cheapest(ways, may_wait=may_wait)
         if best is None:
             return match
-        if best.way == "load":
-            match = structs.replace(match, usable=best.boundary)
-        else:
-            tier = "device" if match.device and match.state_tier else ""
-            match = structs.replace(match, usable=match.device, state_tier=tier)
-        if match.usable < lease.boundary:
-            self._tree.settle(lease, match.usable)
-        return structs.replace(match, alternatives=ways)
+        usable, tier = best.boundary, match.state_tier
+        if best.way != "load":
+            usable, tier = match.device, "device" if match.device and tier else ""
+        if usable < lease.boundary:
+            self._tree.settle(lease, usable)
+        if usable < match.usable:
+            not_loaded = match.not_loaded + match.usable - usable
+            why_not = "arriving" if best.way == "wait" else "dearer"
+            match = structs.replace(match, not_loaded=not_loaded, why_not=why_not)
+        return structs.replace(match, usable=usable, state_tier=tier, alternatives=ways)
 
     def answer(self, lease: Lease, match: Match, *, wait: bool = True) -> object:
         """Plan what a lease just taken leads to, and answer its caller when room is certain.

@@ -31,7 +31,7 @@ from phloem.runtime.core import Core
 from phloem.runtime.observe.history import History, LostState
 from phloem.runtime.tracing import read_log
 
-__all__ = ["Explanation", "Reason", "explain_live", "explain_request", "readable"]
+__all__ = ["Explanation", "Reason", "Weighed", "explain_live", "explain_request", "readable"]
 
 _NAMESPACES_MAX = 1000  # looked at for what another namespace holds
 _MEANING = {
@@ -43,9 +43,12 @@ _MEANING = {
     "no_state": "their KV is cached, but there is no state at the end of it to go on from",
     **{f"no_{kind}": f"the {kind} that is needed in front of them has gone" for kind in SPANS},
     "no_room": "the host has them, and the device had no room for them",
+    "refused": "the host has them, and the device had no room for them",
     "copy_failed": "the host has them, and their copy to the device failed",
     "timed_out": "the host has them, and their copy to the device took too long",
     "tier_failed": "the host has them, and is left alone after copies that failed",
+    "dearer": "the host has them, and computing them is estimated to be faster than their copy",
+    "arriving": "the host has them, and another request that computes them is sooner",
 }
 _EVICTIONS_MAX = 16_384  # remembered of a log; the tree itself remembers fewer
 
@@ -59,12 +62,24 @@ class Reason(msgspec.Struct, frozen=True):
     details: list[str] = []
 
 
+class Weighed(msgspec.Struct, frozen=True):
+    """A way to the end of a prompt, by which `saved` tokens need not be computed.
+
+    `seconds`: what it was estimated to take. `taken`: it was the best of those that were open.
+    """
+
+    way: str
+    saved: int
+    seconds: float
+    taken: bool
+
+
 class Explanation(msgspec.Struct, frozen=True):
     """How far a prompt of `tokens` was cached; the tokens of `reasons` add up to the rest.
 
     Of the `usable` tokens the device had `device`, the others were to be loaded from the host;
     `state_tier` says where the state at their end was. `remedies` say what would have made more of
-    it a hit, `later` what became of the request.
+    it a hit, `weighed` between what was chosen when it was opened, `later` what became of it.
     """
 
     request: str
@@ -78,6 +93,7 @@ class Explanation(msgspec.Struct, frozen=True):
     reasons: list[Reason]
     remedies: list[str]
     later: list[str]
+    weighed: list[Weighed] = []
 
 
 # -- of a live cache ------------------------------------------------------------------------------
@@ -266,6 +282,7 @@ class _Story:
             reasons=_reasons(self._lost, self._details),
             remedies=remedies,
             later=self._later,
+            weighed=_weighed(event) if isinstance(event, RequestOpened) else [],
         )
 
 
@@ -279,10 +296,25 @@ def _reasons(lost: dict[str, int], details: dict[str, list[str]]) -> list[Reason
     ]
 
 
+def _weighed(event: RequestOpened) -> list[Weighed]:
+    """What was weighed; a load is taken as far as it goes, anything else leaves what there is."""
+    if "arriving" in event.lost:
+        taken = "wait"
+    elif event.usable == event.device:
+        taken = "recompute"
+    else:
+        taken = "load"
+    return [
+        Weighed(way, saved, seconds, way == taken and (way != "load" or saved == event.usable))
+        for way, saved, seconds in event.alternatives
+    ]
+
+
 def _remedies(lost: dict[str, int], usable: int, branch: int | None, page_size: int) -> list[str]:
     remedies: list[str] = []
     if branch is not None:
-        remedies.append(f"a state at {branch} would have saved {branch - usable} tokens")
+        saved = branch - usable - sum(lost.get(why, 0) for why in ("dearer", "arriving"))
+        remedies.append(f"a state at {branch} would have saved {saved} tokens")
     if "evicted" in lost:
         pages = -(-lost["evicted"] // page_size)
         remedies.append(
@@ -302,6 +334,15 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.3f} s before"
 
 
+def _in_words(one: Weighed) -> str:
+    what = {
+        "load": f"load what the host has, up to {one.saved}",
+        "wait": f"wait for another request that computes up to {one.saved}",
+        "recompute": f"compute from {one.saved} on",
+    }
+    return f"{1e3 * one.seconds:.3g} ms: {what[one.way]}{' (taken)' if one.taken else ''}"
+
+
 def readable(explanation: Explanation) -> str:
     """The explanation as text, for a terminal."""
     e = explanation
@@ -318,7 +359,13 @@ def readable(explanation: Explanation) -> str:
     for reason in e.reasons:
         lines.append(f"  {reason.tokens:>8}  {reason.why}: {reason.text}")
         lines.extend(f"            - {detail}" for detail in reason.details)
-    for title, items in (("what would have helped", e.remedies), ("afterwards", e.later)):
+    weighed = [_in_words(one) for one in e.weighed]
+    taken = "ways to the end of the prompt, as estimated when it was opened"
+    for title, items in (
+        (taken, weighed),
+        ("what would have helped", e.remedies),
+        ("afterwards", e.later),
+    ):
         if items:
             lines.append(f"{title}:")
             lines.extend(f"  - {item}" for item in items)
