@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from serving import PAGE, House, compute, house, run, serve
 
 from phloem import InvalidRequest
 from phloem.events import RequestOpened
 from phloem.runtime.costs.estimates import Estimates
+from phloem.runtime.costs.model import Geometry
 
 PROMPT = run(1, 4 * PAGE + 1)
+SQUARES = Geometry(name="s", kv_bytes=1, state_bytes=1, flops_linear=10.0, flops_quadratic=0.1)
 HOST = {"pages": 24, "states": 12, "host_bytes": "1MiB"}
 
 
@@ -131,7 +134,13 @@ async def test_rates_are_measured_where_none_are_given(inline: bool) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"loads": "never"}, {"prefill_tokens_per_s": -1.0}, {"load_bytes_per_s": float("nan")}],
+    [
+        {"loads": "never"},
+        {"prefill_tokens_per_s": -1.0},
+        {"load_bytes_per_s": float("nan")},
+        {"geometry": "mine"},
+        {"geometry": structs.replace(SQUARES, flops_linear=0.0)},
+    ],
 )
 async def test_wrong_settings_are_refused(wrong: dict[str, object], inline: bool) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
@@ -157,17 +166,48 @@ def test_an_estimate_needs_more_than_one_measurement_and_follows_the_newest() ->
 def test_passes_that_queue_are_timed_one_after_another() -> None:
     costs = Estimates(100, 1000)
     for number in range(4):
-        costs.computed(100, 0.0, number + 1.0)  # all launched at once, each a second long
+        costs.computed([(0, 100)], 0.0, number + 1.0)  # all launched at once, each a second long
     assert costs.prefill_s(250, 50) == pytest.approx(2.0)
-    costs.computed(1, 4.0, 9.0)  # a decode
+    costs.computed([(400, 401)], 4.0, 9.0)  # a decode
     assert costs.prefill_tokens_per_s == pytest.approx(100)
+
+
+def test_a_token_costs_more_the_more_stand_before_it() -> None:
+    """100 tokens are 200 first tokens' work here: each adds a fiftieth of one to the next."""
+    costs = Estimates(100, 1000, geometry=SQUARES)
+    for number in range(4):
+        costs.computed([(0, 100)], number, number + 1.0)
+    assert costs.prefill_tokens_per_s == pytest.approx(200)
+    assert costs.prefill_s(100, 0) == pytest.approx(1.0)
+    assert costs.prefill_s(200, 100) == pytest.approx(2.0)
+    assert costs.prefill_s(100, 100) == costs.prefill_s(100, 200) == 0
+    costs.computed([(100, 150), (300, 350)], 9.0, 9.0 + 5.0)  # 175 and 375, in two requests
+    assert costs.prefill_tokens_per_s is not None
+    assert 1 / costs.prefill_tokens_per_s == pytest.approx(1 / 200 + (5 / 550 - 1 / 200) / 5)
+
+
+@pytest.mark.parametrize(("geometry", "usable"), [("", 0), (SQUARES, 4 * PAGE)])
+async def test_with_a_geometry_what_is_long_is_loaded_sooner(
+    geometry: str | Geometry, usable: int, inline: bool
+) -> None:
+    """Computing takes 1.6 ms by the tokens, 1.86 by their FLOPs, and the load 1.7."""
+    rates = {"prefill_tokens_per_s": 1e4, "load_bytes_per_s": 544 / 1.7e-3}
+    async with house(inline=inline, loads="cheapest", geometry=geometry, **rates, **HOST) as here:
+        assert 4 * here.cache.pools.page_bytes + here.cache.pools.slot_bytes == 544
+        await only_on_the_host(here)
+        request = await here.cache.open_request(PROMPT)
+        ways = {one.way: one.seconds for one in request.match.alternatives}
+        assert ways["load"] == pytest.approx(1.7e-3)
+        assert ways["recompute"] == pytest.approx(1.856e-3 if usable else 1.6e-3)
+        assert request.usable == usable
+        request.abort()
 
 
 def test_what_is_given_is_not_measured() -> None:
     costs = Estimates(100, 1000, prefill_tokens_per_s=10, load_bytes_per_s=50)
     for _ in range(9):
         costs.loaded(2000, 1.0)
-        costs.computed(100, 0, 1)
+        costs.computed([(0, 100)], 0, 1)
     assert (costs.prefill_s(20, 0), costs.load_s(0, 1)) == (2, 20)
     with pytest.raises(InvalidRequest, match="rate"):
         Estimates(1, 1, load_bytes_per_s=-1)

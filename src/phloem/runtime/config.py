@@ -13,6 +13,8 @@ from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import policy_named
 from phloem.errors import InvalidRequest
 from phloem.runtime.checks import integer
+from phloem.runtime.costs.model import Geometry
+from phloem.runtime.costs.published import geometry_named
 from phloem.runtime.layout import ModelLayout
 
 __all__ = ["CacheConfig", "parse_bytes"]
@@ -53,7 +55,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `host_bytes` (likewise) is the host tier's, for pages and states together; 0 leaves it off.
     `loads`: whether what is there is loaded "always", or only where that is the
     "cheapest" way to the end of a prompt, by `prefill_tokens_per_s` and `load_bytes_per_s`, or by
-    what passes and loads are measured to take where these are 0.
+    what passes and loads are measured to take where these are 0. `geometry` is what is computed: a
+    published model's name, or a `phloem.runtime.costs.model.Geometry`; then a token is taken to
+    cost more the more stand before it, without one ("") as much as any other.
 
     `write_policy` says when data is copied there: "write_through" at its first use, "selective" at
     its second, "write_back" when it leaves the device. The states named in `int8_states` are kept
@@ -71,6 +75,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     snapshot_slots: int = 1
     host_bytes: int | str = 0
     loads: Literal["always", "cheapest"] = "always"
+    geometry: str | Geometry = ""
     prefill_tokens_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
     write_policy: WritePolicy = "write_through"
@@ -100,6 +105,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("prefill_tokens_per_s", "load_bytes_per_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; 0: it is measured")
+        _ = self.prefill_geometry
         if self.write_policy not in BACKUP_HITS:
             raise InvalidRequest(
                 f"no write policy {self.write_policy!r}; there are {[*BACKUP_HITS]}"
@@ -122,6 +128,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     f"{name} is {getattr(self, name)}, but layers are kept as "
                     f"{', '.join(self.layout.spans)}, for which there is none"
                 )
+
+    @property
+    def prefill_geometry(self) -> Geometry | None:
+        """What `geometry` names; raises `InvalidRequest` for an unknown one, or without FLOPs."""
+        if self.geometry == "":
+            return None
+        found = geometry_named(self.geometry) if isinstance(self.geometry, str) else self.geometry
+        if not (found.flops_linear > 0 and 0 <= found.flops_quadratic < inf):
+            raise InvalidRequest(
+                f"geometry {found.name!r} has {found.flops_linear} FLOPs for a token and "
+                f"{found.flops_quadratic} for two"
+            )
+        return found
 
     @property
     def span_pages(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -127,12 +127,12 @@ class Core:
         moves = border is not None and border.busy
         return self.tree.sweeping or bool(self.tree.operations.live) or moves
 
-    def watch_pass(self, tokens: int, fence: Fence) -> None:
-        """A pass over so many tokens was launched: its time counts, if anybody asks for costs."""
+    def watch_pass(self, spans: Sequence[tuple[int, int]], fence: Fence) -> None:
+        """A pass over these spans was launched: its time counts, if anybody asks for costs."""
         estimates = self.estimates
         if estimates is not None:
             launched = self._seconds()
-            fence.add_callback(lambda: estimates.computed(tokens, launched, self._seconds()))
+            fence.add_callback(lambda: estimates.computed(spans, launched, self._seconds()))
 
     def clock(self) -> int:
         """Milliseconds of the loop's clock; sessions and priorities end by it."""
@@ -377,6 +377,7 @@ def _estimates_of(config: CacheConfig, pools: DevicePools) -> Estimates | None:
         pools.slot_bytes,
         prefill_tokens_per_s=config.prefill_tokens_per_s,
         load_bytes_per_s=config.load_bytes_per_s,
+        geometry=config.prefill_geometry,
     )
 
 

@@ -90,10 +90,10 @@ class Step:
         for request, end in ends.items():
             request.check_end(integer("end", end), integer("state_at", late.get(request, end)))
         self._ticket.launched(None if stream is None else self._core.streams.named(stream))
-        tokens = sum(end - self._starts[request.id] for request, end in ends.items())
+        spans = [(self._starts[request.id], end) for request, end in ends.items()]
         for request, end in ends.items():
             request.step_launched(end, late.get(request, end))
-        self._core.watch_pass(tokens, self.fence)
+        self._core.watch_pass(spans, self.fence)
         self._tell(self.state, self._core.domain.caller_context())
 
     def end(self) -> None:

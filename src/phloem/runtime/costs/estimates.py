@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phloem.errors import InvalidRequest
+from phloem.runtime.costs.model import Geometry
 
 __all__ = ["Estimates"]
 
@@ -25,7 +28,7 @@ class _Rate:
             return self._given
         return 1 / self._seconds_each if self._count >= _ENOUGH and self._seconds_each else None
 
-    def measured(self, units: int, seconds: float) -> None:
+    def measured(self, units: float, seconds: float) -> None:
         each = seconds / units
         self._count += 1
         weight = max(_WEIGHT, 1 / self._count)
@@ -33,7 +36,11 @@ class _Rate:
 
 
 class Estimates:
-    """What a load and a prefill take. Rates that are given (above 0) stand; others are measured."""
+    """What a load and a prefill take. Rates that are given (above 0) stand; others are measured.
+
+    With the model's `geometry` a token takes longer the more stand before it, as its FLOPs do; the
+    rate of prefills is then that of the first tokens. Without, all tokens take the same.
+    """
 
     def __init__(
         self,
@@ -42,6 +49,7 @@ class Estimates:
         *,
         prefill_tokens_per_s: float = 0.0,
         load_bytes_per_s: float = 0.0,
+        geometry: Geometry | None = None,
     ) -> None:
         for rate in (prefill_tokens_per_s, load_bytes_per_s):
             if rate < 0:
@@ -51,10 +59,13 @@ class Estimates:
         self._prefill = _Rate(prefill_tokens_per_s)
         self._load = _Rate(load_bytes_per_s)
         self._busy_until = 0.0
+        self._squared = 0.0  # of the work of a first token
+        if geometry is not None:
+            self._squared = geometry.flops_quadratic / geometry.flops_linear
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """None: not known yet."""
+        """Of tokens that have none before them. None: not known yet."""
         return self._prefill.value
 
     @property
@@ -71,19 +82,25 @@ class Estimates:
     def prefill_s(self, tokens: int, after: int) -> float | None:
         """Seconds of a prefill of the tokens from `after` up to `tokens`."""
         rate = self._prefill.value
-        return None if rate is None else max(0, tokens - after) / rate
+        return None if rate is None else self._work(max(tokens, after), after) / rate
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """A load took so long."""
         if nbytes and seconds > 0:
             self._load.measured(nbytes, seconds)
 
-    def computed(self, tokens: int, launched: float, over: float) -> None:
-        """A pass was launched, and was over, at these seconds of one clock.
+    def computed(self, spans: Sequence[tuple[int, int]], launched: float, over: float) -> None:
+        """A pass over these spans of tokens was launched, and over, at seconds of one clock.
 
-        Passes run one after another: one that waited for the one before began when that was over.
+        A span is where a request stood before and where after. Passes run one after another: one
+        that waited for the one before began when that was over.
         """
         began = max(launched, self._busy_until)
         self._busy_until = max(self._busy_until, over)
-        if tokens >= _PREFILL_MIN and over > began:
-            self._prefill.measured(tokens, over - began)
+        if sum(end - start for start, end in spans) >= _PREFILL_MIN and over > began:
+            work = sum(self._work(end, start) for start, end in spans)
+            self._prefill.measured(work, over - began)
+
+    def _work(self, tokens: int, after: int) -> float:
+        """Of the tokens from `after` up to `tokens`; a token without any before it is 1."""
+        return tokens - after + self._squared * (tokens * tokens - after * after)
