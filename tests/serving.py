@@ -26,7 +26,8 @@ from phloem import (
 )
 from phloem.actors.tree.keys import Namespace
 from phloem.actors.tree.tiering import CLOSED_MS
-from phloem.cuda_streams.engine import Post, Ticket
+from phloem.cuda_streams.dispatch import Fault
+from phloem.cuda_streams.engine import CopyEngine, Post, Ticket
 from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
 from phloem.events import Event
 
@@ -165,6 +166,10 @@ class House:
         await cache.audit()
 
 
+def _threads(post: Post, fault: Fault) -> ThreadEngine:
+    return ThreadEngine(post, fault=fault)
+
+
 @asynccontextmanager
 async def house(
     *,
@@ -173,9 +178,13 @@ async def house(
     pages: int = 32,
     states: int = 8,
     check_empty: bool = True,
+    engine: Callable[[Post, Fault], CopyEngine] = _threads,
     **options: Any,
 ) -> AsyncIterator[House]:
-    """An open runtime; at the end of a test everything must have come back."""
+    """An open runtime; at the end of a test everything must have come back.
+
+    `engine` makes the one that copies, with a fault that it calls.
+    """
     options.setdefault("page_size", PAGE)
     options.setdefault("state_chunk", PAGE)
     config = CacheConfig(
@@ -188,10 +197,9 @@ async def house(
     gate = Gate()
     events: list[Event] = []
 
-    def engine(post: Post) -> ThreadEngine:
-        return ThreadEngine(post, fault=gate)
-
-    async with CacheRuntime(config, events=events.append, engine=engine) as cache:
+    async with CacheRuntime(
+        config, events=events.append, engine=lambda post: engine(post, gate)
+    ) as cache:
         stream = cache.worker_stream("model")
         here = House(cache, stream, gate, events)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,11 +22,15 @@ from serving import (
     run,
     seed,
 )
+from streams.fake_device import FakeDriver
 
 from phloem import ModelLayout, Request, TransferFailed
 from phloem.actors.tree.tiering import CLOSED_MS, FAILURES_MAX
-from phloem.cuda_streams.engine import Ticket
-from phloem.cuda_streams.mover import RowMover
+from phloem.cuda_streams.clocks import LoopClock
+from phloem.cuda_streams.device import DeviceEngine
+from phloem.cuda_streams.dispatch import Fault
+from phloem.cuda_streams.engine import CHANNELS, CopyEngine, Post, Ticket
+from phloem.cuda_streams.virtual import Link, VirtualEngine
 from phloem.errors import CopyFailed, EngineDead
 from phloem.events import FellBack, RequestOpened, TierChanged
 
@@ -83,18 +88,37 @@ class Hang:
             self.changed.notify_all()
 
 
+def virtual(post: Post, fault: Fault) -> CopyEngine:
+    clock, links = LoopClock(asyncio.get_running_loop()), dict.fromkeys(CHANNELS, Link(10**12))
+    return VirtualEngine(clock, links=links, post=post, fault=fault)
+
+
+def device(post: Post, fault: Fault, *, batched: bool = True) -> CopyEngine:
+    return DeviceEngine(post, FakeDriver(batched=batched), fault=fault)
+
+
+ENGINES = {
+    "threads": None,
+    "virtual": virtual,
+    "device, batched": device,
+    "device, staged": partial(device, batched=False),
+}
+
+
 @BOTH
-async def test_what_came_of_a_load_that_failed_is_kept(layout: ModelLayout, inline: bool) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("at", [0, 1, -1])
+async def test_what_came_of_a_load_that_failed_is_kept(
+    layout: ModelLayout, inline: bool, engine: str, at: int
+) -> None:
     """Two pages are whole in all layers: a model without states stands on them."""
 
     def fault(ticket: Ticket, layer: int) -> None:
-        if ticket.batch.channel == "h2d" and layer == ticket.batch.layers - 1:
-            mover = RowMover()
-            mover.add(ticket.batch.items[0], layer)
-            mover.flush()
-            raise CopyFailed("the link is down", rows_ok=2)
+        if ticket.batch.channel == "h2d" and layer == at % ticket.batch.layers:
+            raise CopyFailed("a page cannot be read", rows_ok=2)
 
-    async with roomy(inline, layout) as here:
+    made = ENGINES[engine]
+    async with roomy(inline, layout, **({} if made is None else {"engine": made})) as here:
         prompt = await on_the_host(here)
         breaks(here, fault)
         request = await here.cache.open_request(prompt)
@@ -106,6 +130,30 @@ async def test_what_came_of_a_load_that_failed_is_kept(layout: ModelLayout, inli
         breaks(here, lambda *_: None)
         nodes = list(here.cache.core.tree.radix)
         assert sum(len(node.pages) for node in nodes) == 2, "KV that arrived is kept"
+        await to_the_end(here, request, prompt)  # whose passes read all it stands on
+
+
+@pytest.mark.parametrize("layout", [ATTENTION], ids=["attention"])
+async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
+    layout: ModelLayout, inline: bool
+) -> None:
+    def fault(ticket: Ticket, layer: int) -> None:
+        if ticket.batch.channel == "h2d" and layer == 1:
+            raise CopyFailed("a page cannot be read", rows_ok=2)
+
+    async with roomy(inline, layout, copy_timeout_s=60) as here:
+        prompt = await on_the_host(here)
+        breaks(here, fault)
+        request = await here.cache.open_request(prompt)
+        await request.allocate(1)
+        await request.wait_on(here.stream)
+        with here.cache.step([request], stream=here.stream) as step:
+            here.stream.run(lambda: None)
+            step.launched({request: len(prompt)})
+        with pytest.raises(TransferFailed) as failed:
+            await request.ready()
+        assert failed.value.tokens_ok == request.computed == request.usable == 2 * PAGE
+        breaks(here, lambda *_: None)
         await to_the_end(here, request, prompt)
 
 

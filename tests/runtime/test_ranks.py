@@ -12,7 +12,15 @@ import torch
 from serving import HYBRID, PAGE, Row, forward, over, run
 from streams.ranked import Fleet, Ranks, jitter, over_ranks, virtual_engines
 
-from phloem import CacheConfig, CacheRuntime, DevicePools, EngineDead, ModelLayout, Request
+from phloem import (
+    CacheConfig,
+    CacheRuntime,
+    CopyFailed,
+    DevicePools,
+    EngineDead,
+    ModelLayout,
+    Request,
+)
 from phloem.cuda_streams.clocks import LoopClock
 from phloem.cuda_streams.dispatch import Fault
 from phloem.cuda_streams.engine import Post, Ticket
@@ -167,6 +175,33 @@ async def test_requests_side_by_side(inline: bool) -> None:
         await asyncio.gather(*(here.serve(prompt) for prompt in (*PROMPTS[:3], *PROMPTS[:2])))
         await here.settled()
         await here.cache.audit()
+
+
+@pytest.mark.sim
+async def test_what_came_of_a_load_on_all_ranks_is_kept(inline: bool) -> None:
+    """One rank has a page that cannot be read, the other another: what is before both is kept."""
+    async with pair(inline=inline) as here:
+        await here.serve(PROMPTS[0])
+        await here.settled()
+        await here.cache.evict(pages=99, states=99)
+        await here.settled()
+        for rank, spared in ((0, 3), (1, 2)):
+            here.faults[rank] = _spares(spared)
+        request = await here.cache.open_request(PROMPTS[0])
+        assert request.match.host == 4 * PAGE
+        await request.allocate(1)
+        assert (await request.ready()).usable == 0, "the state is not there"
+        assert sum(len(node.pages) for node in here.cache.core.tree.radix) == 2
+        here.faults.clear()
+        await here.fill(request, PROMPTS[0])
+
+
+def _spares(rows: int) -> Callable[[Ticket, int], None]:
+    def fault(ticket: Ticket, layer: int) -> None:
+        if ticket.batch.channel == "h2d" and layer == 1:
+            raise CopyFailed("a page cannot be read", rows_ok=rows)
+
+    return fault
 
 
 @pytest.mark.sim

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, Clear, Copy, CopyBatch, CopyItem
 from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket, TicketState
@@ -209,6 +210,71 @@ class TestOrder:
         await engine.drain()
         assert all(ticket.done for ticket in tickets)
         assert order[::LAYERS] == ["02", "04", "11", "13", "25"]
+
+
+class TestWhatAFailureSpares:
+    """Rows that can be had all the same are copied in all layers, and the error says how many."""
+
+    @staticmethod
+    def rows_equal(bench: Bench, copy: Copy, count: int, before: dict[str, list[Tensor]]) -> bool:
+        """The first so many rows are there, on each rank."""
+        now = bench.images()
+        apply(Copy(copy.source, copy.target, copy.source_ids[:count], copy.target_ids[:count]), now)
+        return bench.same(now) and not bench.same(before)
+
+    @pytest.mark.parametrize("by_layer", [True, False])
+    @pytest.mark.parametrize("at", range(LAYERS))
+    async def test_they_are_copied_to_the_end(self, bench: Bench, by_layer: bool, at: int) -> None:
+        def fault(ticket: Ticket, layer: int) -> None:
+            if ticket.batch.label == "bad" and layer == at:
+                raise CopyFailed("a page cannot be read", rows_ok=2)
+
+        engine, before = bench.engine(fault), bench.images()
+        kv = load(bench, [5, 9, 3, 7], [2, 8, 4, 11])
+        state = Copy(bench.host.state_rows, bench.device.state_rows, [1], [2])
+        bad = engine.submit(CopyBatch("h2d", (kv, state), by_layer=by_layer, label="bad"))
+        needs = engine.submit(CopyBatch("d2h", (backup(bench, [2], [1]),), requires=(bad,)))
+        with pytest.raises(CopyFailed, match="cannot be read") as caught:
+            await bad
+        assert caught.value.rows_ok == 2 and bad.state is TicketState.FAILED
+        assert bad.layers_done == (at if by_layer else 0), "what is not whole has not landed"
+        assert self.rows_equal(bench, kv, 2, before)
+        with pytest.raises(CopyFailed, match="ended without its data"):
+            await needs
+
+    @pytest.mark.parametrize("spared", [[3, 1], [3, 3, 2], [9], [4, 0], [0]])
+    async def test_failures_add_up(self, bench: Bench, spared: list[int]) -> None:
+        left = list(spared)
+
+        def fault(_: Ticket, layer: int) -> None:
+            if left and layer >= LAYERS - len(spared):
+                raise CopyFailed("a page cannot be read", rows_ok=left.pop(0))
+
+        engine, before = bench.engine(fault), bench.images()
+        kv = load(bench, [5, 9, 3, 7], [2, 8, 4, 11])
+        bad = engine.submit(CopyBatch("h2d", (kv,), by_layer=True))
+        with pytest.raises(CopyFailed) as caught:
+            await bad
+        good = min(4, *spared)
+        assert caught.value.rows_ok == good and not left
+        if good:
+            assert self.rows_equal(bench, kv, good, before)
+
+    async def test_nothing_is_spared_by_cancelling_or_by_clearing(self, bench: Bench) -> None:
+        def fault(ticket: Ticket, layer: int) -> None:
+            if layer == 1:
+                ticket.cancel()
+                raise CopyFailed("both at once", rows_ok=2)
+
+        engine = bench.engine(fault)
+        gone = engine.submit(CopyBatch("h2d", (load(bench, [5, 9, 3], [2, 8, 4]),), by_layer=True))
+        with pytest.raises(CopyFailed) as caught:
+            await gone
+        assert caught.value.rows_ok == 0
+        clear = engine.submit(CopyBatch("d2d", (Clear(bench.device.state_rows, [1, 2, 3]),)))
+        with pytest.raises(CopyFailed) as caught:
+            await clear
+        assert caught.value.rows_ok == 0
 
 
 class TestWaiting:

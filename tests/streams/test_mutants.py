@@ -84,6 +84,31 @@ MUTANTS = [
         "test_engines.py::TestCancel::test_running_ends_at_a_layer_boundary",
     ),
     Mutant(
+        "rows that a failure spares are not copied", "dispatch.py",
+        "error = self.attempt(ticket, layer, lambda: copy(remains.items))", "error = None",
+        "test_engines.py::TestWhatAFailureSpares::test_they_are_copied_to_the_end",
+    ),
+    Mutant(
+        "more rows are said to be good than a later failure spares", "remains.py",
+        "rows = min(error.rows_ok, len(first.target_ids))", "rows = error.rows_ok",
+        "test_engines.py::TestWhatAFailureSpares::test_failures_add_up",
+    ),
+    Mutant(
+        "a layer that is not whole counts as landed", "threads.py",
+        "if batch.by_layer and remains.error is None:", "if batch.by_layer:",
+        "test_engines.py::TestWhatAFailureSpares::test_they_are_copied_to_the_end",
+    ),
+    Mutant(
+        "rows are good that are good on one rank", "ranks.py",
+        "rows_ok = min(one.rows_ok for one in said)", "rows_ok = worst.rows_ok",
+        "test_ranks.py::test_rows_are_good_that_are_good_on_all_ranks",
+    ),
+    Mutant(
+        "a pass waits for a load that was given up", "landing.py",
+        "stream.hold(fence, unless=self._given_up)", "stream.hold(fence)",
+        "../runtime/test_overlap.py::test_a_pass_does_not_wait_for_what_nobody_wants",
+    ),
+    Mutant(
         "staged rows go to the source's places", "mover.py",
         "target.index_copy_(0, target_index[chunk], held)",
         "target.index_copy_(0, source_index[chunk], held)",

@@ -267,6 +267,34 @@ def test_a_failure_is_known_when_all_have_left_the_memory_alone() -> None:
     assert slow.state is TicketState.CANCELLED, "it was told that the copy is not wanted any more"
 
 
+@pytest.mark.parametrize(
+    ("spared", "good", "last"),
+    [((3, 1), 1, "failed"), ((2, None), 2, "done"), ((None, 3), 3, "failed"), ((0, 2), 0, "")],
+)
+def test_rows_are_good_that_are_good_on_all_ranks(
+    spared: tuple[int | None, int | None], good: int, last: str
+) -> None:
+    """A rank that has all it was told to copy, or a part, is not told to stop: it is of use."""
+    faults = [
+        None if rows is None else fails("bad", CopyFailed("a page", rows_ok=rows), layer=2)
+        for rows in spared
+    ]
+    bed = Bed(faults=(faults[0], faults[1]))
+    pools = bed.bench.host.kv_rows, bed.bench.device.kv_rows
+    copy = Copy(*pools, [5, 9, 3, 7], [2, 8, 4, 11])
+    bad = bed.submit("h2d", copy, by_layer=True, label="bad")
+    bed.run_until(lambda: bad.seq in bed.ranks.ranks[1]._tickets)
+    slow = bed.on_rank(1, bad)
+    bed.clock.run()
+    assert isinstance(bad.error, CopyFailed) and bad.error.rows_ok == good
+    assert slow.state.value == (last or "cancelled")
+    images = bed.bench.images()
+    for end in ("", " of rank 1"):
+        host, device = images["host kv" + end], images["device kv" + end]
+        for source, target in list(zip(copy.source_ids, copy.target_ids, strict=True))[:good]:
+            assert all(torch.equal(a[source], b[target]) for a, b in zip(host, device, strict=True))
+
+
 def test_the_reason_does_not_depend_on_who_answers_first() -> None:
     for held in (0, 1):
         bed = Bed(faults=(fails("bad", OSError("a")), fails("bad", OSError("b"))))

@@ -9,7 +9,7 @@ thread launches; one thread for each stream blocks on its events, in order, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic_ns
 
@@ -22,6 +22,7 @@ from phloem.cuda_streams.dispatch import Dispatcher, Fault, waited_for
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.fences import Fence, Post
+from phloem.cuda_streams.remains import Remains
 from phloem.errors import CopyFailed, EngineDead
 
 __all__ = ["DeviceEngine"]
@@ -120,15 +121,16 @@ class DeviceEngine(Dispatcher):
         batch = ticket.batch
         bulk, urgent = self._launched[batch.channel]
         (bulk if batch.priority > 0 else urgent).add(ticket.seq)
-        mover, events = self._movers[batch.channel], list[object]()
+        mover, events, remains = self._movers[batch.channel], list[object](), Remains(batch)
         layered = [item for item in batch.items if batch.by_layer and mover.can_layer(item)]
         error = self.attempt(ticket, 0, partial(self._begin, ticket, layered))
         for layer in range(batch.layers):
             if error is None:
                 error = self.interrupted(ticket)
             if error is None:
-                enqueue = partial(self._enqueue_layer, ticket, layer, layered, events)
-                error = self.attempt(ticket, layer, enqueue)
+                enqueue = partial(self._enqueue_layer, ticket, layer, remains, events)
+                error = self.one_layer(ticket, layer, remains, enqueue)
+        error = error or remains.error
         if error is not None:
             self._abort(ticket, len(events), error)
             return
@@ -152,13 +154,20 @@ class DeviceEngine(Dispatcher):
                 mover.whole(item)
 
     def _enqueue_layer(
-        self, ticket: Ticket, layer: int, layered: list[CopyItem], events: list[object]
+        self,
+        ticket: Ticket,
+        layer: int,
+        remains: Remains,
+        events: list[object],
+        items: Sequence[CopyItem],
     ) -> None:
-        self.inject(ticket, layer)
+        if not ticket.batch.by_layer:
+            return  # all layers are on the stream already
         mover = self._movers[ticket.batch.channel]
-        for item in layered:
-            mover.layer(item, layer)
-        if ticket.batch.by_layer:
+        for item in items:
+            if mover.can_layer(item):
+                mover.layer(item, layer)
+        if remains.error is None:
             events.append(self._driver.record(self._streams[ticket.batch.channel]))
 
     def _abort(self, ticket: Ticket, layers: int, error: BaseException) -> None:
@@ -168,6 +177,8 @@ class DeviceEngine(Dispatcher):
         if lost is None and layers:
             ticket.progress(layers)
             error = self.interrupted(ticket) or error  # says how far it came
+        if lost is not None and isinstance(error, CopyFailed):
+            error.rows_ok = 0
         self._over(ticket, self._verdict(error))
 
     def _settle(self, stream: object) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import heapq
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
-from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch
+from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch, CopyItem
 from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.fences import Fence, Post, Stream
+from phloem.cuda_streams.remains import Remains
 from phloem.errors import CopyCancelled, CopyFailed, EngineDead, InvalidRequest, RuntimeClosed
 
 __all__ = ["Dispatcher", "Fault", "waited_for"]
 
 Fault = Callable[[Ticket, int], None]
-"""Called before each model layer of each ticket. Raising fails the ticket; raising EngineDead
+"""Called before each model layer of each ticket. Raising fails the ticket; raising CopyFailed with
+`rows_ok` leaves the first rows of its first item to be copied all the same; raising EngineDead
 stands for a lost device and ends the engine."""
 
 
@@ -136,6 +138,30 @@ class Dispatcher(ABC):
             failure.__cause__ = error
             return failure
         return None
+
+    def one_layer(
+        self,
+        ticket: Ticket,
+        layer: int,
+        remains: Remains,
+        copy: Callable[[Sequence[CopyItem]], None],
+    ) -> BaseException | None:
+        """Have `copy` carry out one layer of what remains; gives back what ends the ticket here.
+
+        A failure that spares some rows cuts the rest off; these it copies once more.
+        """
+
+        def act() -> None:
+            self.inject(ticket, layer)
+            copy(remains.items)
+
+        error = self.attempt(ticket, layer, act)
+        if error is None or not remains.cut(error):
+            return error
+        error = self.attempt(ticket, layer, lambda: copy(remains.items))
+        if isinstance(error, CopyFailed):
+            error.rows_ok = 0
+        return error
 
     def inject(self, ticket: Ticket, layer: int) -> None:
         """Let the injected fault, if there is one, raise before a layer."""

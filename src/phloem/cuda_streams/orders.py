@@ -117,12 +117,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A copy will not touch memory on a rank again. `dead`: nor will any other, ever."""
+    """A copy will not touch memory on a rank again. `dead`: nor will any other, ever.
+
+    `rows_ok`: so many leading rows of the first item are good in all layers although it failed.
+    """
 
     rank: int
     copy: int
     outcome: Literal["done", "failed", "cancelled", "dead"]
     why: str = ""
+    rows_ok: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from phloem.cuda_streams.orders import (
     Submit,
 )
 from phloem.cuda_streams.rows import RowPool
-from phloem.errors import CopyCancelled, EngineDead, InvalidRequest, RuntimeClosed
+from phloem.errors import CopyCancelled, CopyFailed, EngineDead, InvalidRequest, RuntimeClosed
 
 __all__ = ["Rank"]
 
@@ -208,7 +208,8 @@ class Rank:
             case CopyCancelled() | RuntimeClosed():
                 return Ended(self.number, copy, "cancelled", str(error))
             case _:
-                return Ended(self.number, copy, "failed", str(error))
+                rows_ok = error.rows_ok if isinstance(error, CopyFailed) else 0
+                return Ended(self.number, copy, "failed", str(error), rows_ok)
 
     # -- what the head names
 

@@ -58,9 +58,10 @@ class RankedEngine(Dispatcher):
 
     A batch is sent once each thing it waits for has passed, or is a copy or a pass that the ranks
     know: then each rank waits for its own part of it, not for the other ranks. A copy that fails on
-    one rank fails, and is cancelled on the others; its ticket is done when all have left its memory
-    alone. One dead engine, or a rank that is lost, ends this engine. `Ticket.cancel` of a copy that
-    was sent is heard at the next layer that a rank tells of, or never.
+    one rank fails, and is cancelled on the others unless some of its rows are good there
+    (`CopyFailed.rows_ok` is then the least of all ranks); its ticket is done when all have left its
+    memory alone. One dead engine, or a rank that is lost, ends this engine. `Ticket.cancel` of a
+    copy that was sent is heard at the next layer that a rank tells of, or never.
     """
 
     placed_at_launch = True
@@ -208,7 +209,7 @@ class RankedEngine(Dispatcher):
             joint.layers[answer.rank] = joint.ticket.batch.layers
         elif answer.outcome == "dead":
             self._die(answer.rank, answer.why)
-        else:
+        elif not answer.rows_ok:
             self._cancel(joint)
         if len(joint.ended) == len(self._wires):
             del self._joints[answer.copy]
@@ -328,6 +329,8 @@ def _verdict(joint: _Joint) -> Exception | None:
         case "cancelled":
             return CopyCancelled(f"{joint.ticket!r} was cancelled on {why}")
         case "failed":
-            return CopyFailed(f"{joint.ticket!r} failed on {why}")
+            said = [one for one in joint.ended.values() if one.outcome != "done"]
+            rows_ok = min(one.rows_ok for one in said)
+            return CopyFailed(f"{joint.ticket!r} failed on {why}", rows_ok=rows_ok)
         case "dead":
             return EngineDead(why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,11 +14,12 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from phloem.cuda_streams.batches import CHANNELS, Channel
+from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch, CopyItem
 from phloem.cuda_streams.dispatch import Dispatcher, Fault
 from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.fences import Fence, Post
 from phloem.cuda_streams.mover import RowMover
+from phloem.cuda_streams.remains import Remains
 from phloem.errors import RuntimeClosed
 
 __all__ = ["ThreadEngine", "WorkerStream"]
@@ -77,21 +78,23 @@ class ThreadEngine(Dispatcher):
                     return
 
     def _run(self, ticket: Ticket, mover: RowMover) -> BaseException | None:
-        batch = ticket.batch
+        batch, remains = ticket.batch, Remains(ticket.batch)
         for layer in range(batch.layers):
             if (why := self.interrupted(ticket)) is not None:
                 return why
-            if error := self.attempt(ticket, layer, partial(self._copy, ticket, mover, layer)):
+            copy = partial(self._copy, batch, mover, layer)
+            if error := self.one_layer(ticket, layer, remains, copy):
                 return error
-            if batch.by_layer:
+            if batch.by_layer and remains.error is None:
                 ticket.progress(layer + 1)
-        return None
+        return remains.error
 
-    def _copy(self, ticket: Ticket, mover: RowMover, layer: int) -> None:
-        self.inject(ticket, layer)
-        for item in ticket.batch.items:
+    def _copy(
+        self, batch: CopyBatch, mover: RowMover, layer: int, items: Sequence[CopyItem]
+    ) -> None:
+        for item in items:
             mover.add(item, layer)
-        if ticket.batch.by_layer or layer == ticket.batch.layers - 1:
+        if batch.by_layer or layer == batch.layers - 1:
             mover.flush()
 
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heapify
 
-from phloem.cuda_streams.batches import CHANNELS, Channel, Copy, CopyBatch
+from phloem.cuda_streams.batches import CHANNELS, Channel, Copy, CopyBatch, CopyItem
 from phloem.cuda_streams.clocks import Clock
 from phloem.cuda_streams.dispatch import Dispatcher, Fault
 from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.fences import Fence, Post
 from phloem.cuda_streams.hazards import HazardChecker
 from phloem.cuda_streams.mover import RowMover
+from phloem.cuda_streams.remains import Remains
 from phloem.errors import InvalidRequest
 
 __all__ = [
@@ -68,10 +69,10 @@ PCIE5: Mapping[Channel, Link] = {
 _OPPOSITE: Mapping[Channel, Channel] = {"d2h": "h2d", "h2d": "d2h"}
 
 
-def _work(batch: CopyBatch, layers: Sequence[int]) -> tuple[int, int]:
+def _work(items: Sequence[CopyItem], layers: Sequence[int]) -> tuple[int, int]:
     """(bytes, runs) of some layers of a batch."""
     nbytes = runs = 0
-    for item in batch.items:
+    for item in items:
         pieces = len(item.runs) if isinstance(item, Copy) else len(item.target_ids)
         source = item.source if isinstance(item, Copy) else item.target
         for layer in layers:
@@ -92,7 +93,7 @@ def landings_ns(batch: CopyBatch, link: Link, *, start_ns: int = 0) -> list[int]
     """When each model layer has landed, for a batch that starts at `start_ns` on an idle link."""
     now, out = start_ns, list[int]()
     for number, layers in enumerate(_steps(batch)):
-        now += link.cost_ns(*_work(batch, layers), first=number == 0, shared=False)
+        now += link.cost_ns(*_work(batch.items, layers), first=number == 0, shared=False)
         out += [now] * len(layers)
     return out
 
@@ -166,45 +167,51 @@ class VirtualEngine(Dispatcher):
             self._tell("start", ticket)
             if self._hazards is not None:
                 self._hazards.begin(ticket)
-            self._step(ticket, _steps(ticket.batch), 0)
+            self._step(ticket, Remains(ticket.batch), _steps(ticket.batch), 0)
 
-    def _step(self, ticket: Ticket, steps: list[tuple[int, ...]], number: int) -> None:
+    def _step(
+        self, ticket: Ticket, remains: Remains, steps: list[tuple[int, ...]], number: int
+    ) -> None:
         if number == len(steps):
-            self._end(ticket, None)
+            self._end(ticket, remains.error)
             return
         if (why := self.interrupted(ticket)) is not None:
             self._end(ticket, why)
             return
         batch, layers = ticket.batch, steps[number]
         for layer in layers:
-            if error := self.attempt(ticket, layer, partial(self.inject, ticket, layer)):
+            error = self.attempt(ticket, layer, partial(self.inject, ticket, layer))
+            if error is not None and not remains.cut(error):
                 self._end(ticket, error)
                 return
         shared = _OPPOSITE.get(batch.channel) in self._running
         cost = self._links[batch.channel].cost_ns(
-            *_work(batch, layers), first=number == 0, shared=shared
+            *_work(remains.items, layers), first=number == 0, shared=shared
         )
         if self.delay is not None:
             cost += sum(self.delay(ticket, layer) for layer in layers)
-        land = partial(self._land, ticket, steps, number)
+        land = partial(self._land, ticket, remains, steps, number)
         self._clock.call_at(self._clock.now_ns() + cost, land)
 
-    def _land(self, ticket: Ticket, steps: list[tuple[int, ...]], number: int) -> None:
+    def _land(
+        self, ticket: Ticket, remains: Remains, steps: list[tuple[int, ...]], number: int
+    ) -> None:
         if self._running.get(ticket.batch.channel) is not ticket:
             return  # ended in the meantime: its memory is no longer ours
         for layer in steps[number]:
-            if error := self.attempt(ticket, layer, partial(self._write, ticket, layer)):
+            write = partial(self._write, ticket, remains, layer)
+            if error := self.attempt(ticket, layer, write):
                 self._end(ticket, error)
                 return
-        if ticket.batch.by_layer:
+        if ticket.batch.by_layer and remains.error is None:
             ticket.progress(steps[number][-1] + 1)
             self._tell("layer", ticket)
-        self._step(ticket, steps, number + 1)
+        self._step(ticket, remains, steps, number + 1)
 
-    def _write(self, ticket: Ticket, layer: int) -> None:
+    def _write(self, ticket: Ticket, remains: Remains, layer: int) -> None:
         if self._hazards is not None:
             self._hazards.landing(ticket, layer)
-        for item in ticket.batch.items:
+        for item in remains.items:
             if not item.target.is_meta:
                 self._mover.add(item, layer)
                 self._mover.flush()

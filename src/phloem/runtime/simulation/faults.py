@@ -5,8 +5,9 @@ each is; a swarm draws that anew for every seed and turns many of them fully off
 each other. All draws come from the run's one generator.
 
 Copies
-    *fail*: before some layer the engine reports an error; what had landed is undefined, and poison
-    in a simulation. The tree must show nothing of it, the waiter gets `CopyFailed`.
+    *fail*: before some layer the engine reports an error, which may spare some leading rows; what
+    else had landed is undefined, and poison in a simulation. The tree must show nothing of it, the
+    waiter gets `CopyFailed`.
     *slow*: a copy takes up to a hundred times as long as the link says.
     *hang*: a copy stands still for seconds, longer than time-outs and most requests. Its memory
     must not be used again until it ends, whoever has given up on it by then.
@@ -51,7 +52,7 @@ import torch
 from phloem.cuda_streams.engine import CopyBatch, Ticket
 from phloem.cuda_streams.fences import Post
 from phloem.cuda_streams.host import HostMemory
-from phloem.errors import EngineDead, HostMemoryShort, InvalidRequest
+from phloem.errors import CopyFailed, EngineDead, HostMemoryShort, InvalidRequest
 from phloem.runtime.simulation.loop import SimLoop
 
 __all__ = [
@@ -200,6 +201,9 @@ class FaultyLink:
             raise InjectedFault("the host tier cannot be reached")
         if self._faults.copy_fail and self._rng.random() < self._faults.copy_fail:
             self._injected("copy_fail")
+            # Not drawn: so seeds mean what they meant before there was such a thing.
+            if spared := ticket.seq % (len(ticket.batch.items[0].target_ids) + 1):
+                raise CopyFailed(f"{ticket!r} fails at layer {layer} in part", rows_ok=spared)
             raise InjectedFault(f"{ticket!r} fails at layer {layer}")
 
     def delay(self, ticket: Ticket, layer: int) -> int:
