@@ -121,8 +121,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "who fits is served before who waits",
         ALLOCATOR,
-        "if not ahead and fits and",
-        "if fits and",
+        "fits = not ahead and ledger.fits(",
+        "fits = ledger.fits(",
     ),
     Mutant(
         "a deadlock of holders is not broken",

@@ -136,7 +136,10 @@ def test_f098_dead_entries_are_swept_out() -> None:
 def test_nodes_that_have_gone_are_referred_to_by_nobody(way: str) -> None:
     """The collector does not see nodes, so the tree has to cut their cycles itself."""
     tree = wide_tree(500, Lru())
+    for end in range(3, 8):  # and a chain of only children
+        tree.insert(array("i", (1, 1, *range(3, end + 1))), array("i", [end] * end), 600 + end)
     nodes = list(tree.radix)
+    assert any(node.only is not None for node in nodes)
     assert all(sys.getrefcount(node) > 3 for node in nodes)
     if way == "evict":
         tree.evict(pages=10**6)

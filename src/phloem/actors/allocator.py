@@ -150,16 +150,16 @@ class AllocatorActor:
         if pages < 0 or states < 0 or (spans and min(spans) < 0):
             raise InvalidRequest(f"allocate of {pages} pages, {states} states, spans {spans}")
         ledger = self._ledger
-        if (
-            not pages and not states and not any(spans)
-        ):  # nothing opens no account: nobody would ever close it
-            none: Ids = array("i")
+        if not pages and not states and not any(spans):
+            none: Ids = array("i")  # nothing opens no account: nobody would ever close it
             return Grant(ledger, message.account, message.owner, none, none[:])
+        ahead = self._holders or self._newcomers
+        fits = not ahead and ledger.fits(pages, states, last=not message.evict)
+        if fits and not spans:
+            return self._grant(message, self._domain.turns)
         if not ledger.ever_fits(pages, states) or (spans and not ledger.spans_ever_fit(spans)):
             raise self._no_room(message)
-        ahead = self._holders or self._newcomers
-        fits = ledger.fits(pages, states, last=not message.evict)
-        if not ahead and fits and not (spans and any(ledger.spans_short(spans))):
+        if fits and not any(ledger.spans_short(spans)):
             return self._grant(message, self._domain.turns)
         if not message.evict:
             raise self._no_room(message)
@@ -435,21 +435,21 @@ class AllocatorActor:
     # -- giving back ---------------------------------------------------------------------------
 
     def _on_free(self, action: FreeDeviceSlots) -> None:
-        owner, ids = action.owner, action.ids
+        ledger, owner, ids = self._ledger, action.owner, action.ids
         if owner > 0:
             component, none = action.component, ids[:0]
             self._take_back(
                 owner,
                 ids if component == "kv" else none,
                 ids if component == "state" else none,
-                self._ledger.accounts[owner].fences,
+                ledger.accounts[owner].fences,
                 self._span_ids(component, ids) if component not in ("kv", "state") else (),
             )
         else:
-            self._ledger.pool(action.component).give(ids, owner)
+            ledger.pool(action.component).give(ids, owner)
             if self._emit is not None:
                 self._freed(action.component, ids, owner)
-        if self._ledger.waiting:
+        if ledger.waiting:
             self._changed()
 
     def _on_give_back(self, message: GiveBack) -> None:

@@ -311,9 +311,7 @@ class Domain:
             actor, message, reply, cause, self.context = entry
             if self._room and len(queue) + self._let_in < self._capacity:
                 self._admit()
-            if reply is None:
-                self._turn(actor, message, None, cause)
-            elif not reply.abandoned:
+            if reply is None or not reply.abandoned:
                 self._turn(actor, message, reply, cause)
 
     def _turn_inline(self, actor: Actor, message: object) -> object:

@@ -246,6 +246,7 @@ class SharedLedger(Ledger):
         super().__init__(1, 1)
         self.kv = self.pages = FramePool("kv", self.frames, 1, pages, highest=False)
         self.state = FramePool("state", self.frames, 2, 1, highest=True)
+        self._by_component = {"kv": self.kv, "state": self.state}
 
     def ask_for_spare(self) -> bool:
         """See `Ledger.ask_for_spare`; once until `spare_answered`."""

@@ -82,7 +82,10 @@ class Pool:
         top = self.size - self.free
         ids = self._stack[top : top + count]
         places = self._indices(ids)
-        self._write(ids, account, places)
+        if places is None:
+            self._write(ids, account, None)
+        else:
+            self._cells_np[places] = account
         self.free -= count
         self.granted += count
         return ids, places
@@ -123,11 +126,13 @@ class Pool:
         """Give `ids`, which were checked to be `account`'s, to the tree or another account."""
         assert account > 0
         if places is None:
-            places = self._indices(ids)
-        self._write(ids, to, places)
+            self._write(ids, to, self._indices(ids))
+        else:
+            self._cells_np[places] = to
         if to == TREE:
-            self.granted -= len(ids)
-            self.tree += len(ids)
+            count = len(ids)
+            self.granted -= count
+            self.tree += count
 
     def move_one(self, place: int, account: int, to: int) -> None:
         """`move` for a single place."""
@@ -298,6 +303,7 @@ class Ledger:
         self.kv = Pool("kv", pages)
         self.state = Pool("state", states)
         self.spans = tuple(Pool(name, size) for name, size in (spans or {}).items())
+        self._by_component: dict[Component, Pool] = {pool.component: pool for pool in self.pools}
         self.accounts: dict[int, Account] = {}
         self.owners: dict[str, int] = {}  # how many accounts each has
         self.waiting = 0  # allocations that wait; the tree tells the allocator when that may help
@@ -310,7 +316,7 @@ class Ledger:
 
     def pool(self, component: Component) -> Pool:
         """The pool of a component."""
-        return next(pool for pool in self.pools if pool.component == component)
+        return self._by_component[component]
 
     def ask_for_spare(self) -> bool:
         """Whether the tree is to be asked, and has not been, to leave room for one more state."""
@@ -356,12 +362,13 @@ class Ledger:
             held = self._open(account, owner)
             page_ids, held.places = self.kv.take(pages, account)
             held.whole = page_ids[:]  # the caller may write to its own
+            held.pages, held.states = pages, states
         else:
             page_ids, _ = self.kv.take(pages, account)
             if pages:
                 held.whole = held.places = None
-        held.pages += pages
-        held.states += states
+            held.pages += pages
+            held.states += states
         if states == 1:
             return account, page_ids, array("i", (self.state.take_one(account),))
         return account, page_ids, self.state.take(states, account)[0]
@@ -371,30 +378,31 @@ class Ledger:
 
         And pages of span components.
         """
-        count = len(pages)
+        count, of_spans = len(pages), 0
         if count:
             held = self.accounts[account]
             whole = held.whole is not None and count == held.pages
             self.kv.move(pages, account, TREE, held.places if whole else None)
         if state:
             self.state.move_one(state, account, TREE)
-        for pool, ids in zip(self.spans, spans, strict=False):
-            pool.move(ids, account, TREE)
-        self.left(account, count, 1 if state else 0, sum(map(len, spans)) if spans else 0)
+        if spans:
+            of_spans = sum(map(len, spans))
+            for pool, ids in zip(self.spans, spans, strict=False):
+                pool.move(ids, account, TREE)
+        self.left(account, count, 1 if state else 0, of_spans)
 
     def left(self, account: int, pages: int, states: int, spans: int = 0) -> None:
         """Note that an account holds less; an empty one is closed."""
         held = self.accounts[account]
+        if held.pages == pages and held.states == states and held.spans == spans:
+            self._close(held)
+            return
         held.pages -= pages
         held.states -= states
-        if spans:
-            held.spans -= spans
-            assert held.spans >= 0
-        assert held.pages >= 0 and held.states >= 0
+        held.spans -= spans
+        assert held.pages >= 0 and held.states >= 0 and held.spans >= 0
         if pages:
             held.whole = held.places = None
-        if not held.pages and not held.states and not held.spans:
-            self._close(held)
 
     def _open(self, number: int, owner: str) -> Account:
         self.owners[owner] = self.owners.get(owner, 0) + 1
@@ -440,8 +448,9 @@ class Ledger:
                 self.kv.check(pages, first)
             if state:
                 self.state.check_one(state, first)
-            for pool, ids in zip(self.spans, spans, strict=False):
-                pool.check(ids, first)
+            if spans:
+                for pool, ids in zip(self.spans, spans, strict=False):
+                    pool.check(ids, first)
         except OwnershipError:
             self._gather(pages, state, spans, account)
         return first

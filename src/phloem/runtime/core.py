@@ -207,11 +207,11 @@ class Core:
         """Grant or `NoRoom`, now."""
         pages, states = integer("pages", pages), integer("states", states)
         domain, ledger = self.domain, self.ledger
-        short = ledger.short_of(pages, states)
         spans_short = ledger.spans_short(spans) if spans else ()
-        some = any(short) or any(spans_short)
-        if some and evict and not domain.queued and not ledger.waiting:
+        fits = ledger.fits(pages, states) and not (spans and any(spans_short))
+        if not fits and evict and not domain.queued and not ledger.waiting:
             # Nobody is ahead: the tree can be asked first, and no allocation waits for its answer.
+            short = ledger.short_of(pages, states)
             domain.run(self.tree_actor, m.MakeRoom(*short, owner, False, spans_short))
         message = m.Allocate(pages, states, owner, account, False, evict, spans)
         return _granted(domain.run(self.allocator, message))
@@ -309,8 +309,9 @@ class Core:
 
     def release_lease(self, lease: TreeLease) -> None:
         """End a lease now. After the runtime's end there is nothing left to release."""
-        if self.domain.stopped is None:
-            self.domain.run(self.tree_actor, m.Release(lease))
+        domain = self.domain
+        if domain.stopped is None:
+            domain.run(self.tree_actor, m.Release(lease))
 
     def release_lease_after(self, lease: TreeLease, fences: tuple[Fence, ...]) -> None:
         """End a lease once nothing in flight reads what it protects."""

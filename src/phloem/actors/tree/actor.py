@@ -337,7 +337,7 @@ class TreeActor:
             run = pages[(first - start) // page_size : (end - start) // page_size]
             taken = taken + run if taken else run
         state = message.state if result.state == "adopted" else NO_SLOT
-        if taken or state or any(result.spans):
+        if taken or state or (result.spans and any(result.spans)):
             self._ledger.adopt(account, taken, state, result.spans)
         if state and message.after:
             after = tuple(fence for fence in message.after if not fence.passed)
@@ -486,11 +486,11 @@ class TreeActor:
         if self.border is not None:
             enough = self.border.make_room(message)
         else:
-            pages, states = self.tree.beyond_leaving(message.pages, message.states)
-            spans = message.spans
-            enough = self.tree.can_evict(pages, states, spans)
+            tree, spans = self.tree, message.spans
+            pages, states = tree.beyond_leaving(message.pages, message.states)
+            enough = tree.can_evict(pages, states, spans)
             if enough and (pages or states or any(spans)):
-                gone, actions = self.tree.evict(pages, states, message.owner, spans)
+                gone, actions = tree.evict(pages, states, message.owner, spans)
                 if self._tell is not None:
                     self._tell.evicted(gone, "room", message.owner)
                 self._dispatch(actions)

@@ -122,6 +122,9 @@ def _audit_node(
 
 
 def _audit_links(tree: Tree, node: Node) -> None:
+    children = tuple((node.children or {}).values())
+    alone = children[0] if len(children) == 1 else None
+    check(node.only is alone, f"node {node.id} is wrong about its only child")
     if node.children is None:
         return
     check(bool(node.children), f"node {node.id} has an empty table of children")

@@ -147,7 +147,8 @@ class TreeCore:
 
     def match(self, tokens: Tokens, limit: int | None = None) -> Match:
         """How far the first `limit` tokens (all by default) are cached. Changes nothing."""
-        return self._look(TokenKey.of(tokens), limit).match
+        key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens)
+        return self._look(key, limit).match
 
     def pages_of(self, lease: Lease) -> Ids:
         """The device page ids from the start to the lease's boundary.
@@ -239,9 +240,12 @@ class TreeCore:
         return (
             pages <= radix.pages - kept_pages
             and states <= radix.states - kept_states
-            and not any(
-                asked > radix.span_pages[number] - kept_spans[number]
-                for number, asked in enumerate(spans)
+            and not (
+                spans
+                and any(
+                    asked > radix.span_pages[number] - kept_spans[number]
+                    for number, asked in enumerate(spans)
+                )
             )
         )
 
@@ -282,7 +286,8 @@ class TreeCore:
 
     def _look(self, key: TokenKey, limit: int | None) -> Look:
         """Where the first `limit` tokens lead; noted in the key until something changes."""
-        looked_up = key.length if limit is None else min(limit, key.length)
+        length = key.length
+        looked_up = length if limit is None or limit > length else limit
         seen, radix = key.seen, self.radix
         if (
             type(seen) is Look

@@ -95,17 +95,16 @@ class CandidateIndex:
         nodes, score, eligible, scores = self._nodes, self.score, self.eligible, self._scores
         while (entry := self._next()) is not None:
             noted, number = entry
-            node = nodes.get(number)
-            if node is None or noted != scores[number]:
+            if scores.get(number) != noted:
                 continue
-            if eligible(node):
-                now = score(node)
-                if now > noted:
-                    self._enter(now, number)
-                    continue
+            node = nodes[number]
+            if not eligible(node):
+                self._forget(node)
+            elif (now := score(node)) > noted:
+                self._enter(now, number)
+            else:
                 self._forget(node)
                 return noted, node
-            self._forget(node)
         return None
 
     def first(self) -> tuple[Score, Node] | None:

@@ -106,7 +106,7 @@ class Former:
             else:
                 self._take_apart(child, freed)
             return
-        node.children = kept or None
+        node.children, node.only = kept or None, None  # nobody walks here any more
         frames.pop()
         if node.parent is None:
             return

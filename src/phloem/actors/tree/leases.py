@@ -104,9 +104,8 @@ class Leases:
         self, anchor: Node, key: TokenKey, owner: str, generation: int, *, with_state: bool
     ) -> Lease:
         """A new lease at `anchor`; `with_state` also protects the state there, now or later."""
-        self._next_id += 1
-        lease = Lease(self._next_id, owner, generation, key, anchor, with_state)
-        self.live[lease.id] = lease
+        self._next_id = number = self._next_id + 1
+        lease = self.live[number] = Lease(number, owner, generation, key, anchor, with_state)
         if anchor.end:
             self.owners[owner] = self.owners.get(owner, 0) + 1
         self._protect(anchor)

@@ -100,6 +100,7 @@ class Node(msgspec.Struct, gc=False, eq=False):
     page_ids: bytes
     state: int = NO_SLOT
     children: dict[bytes, Node] | None = None  # by first page; None when there are none
+    only: Node | None = None  # the child, where there is just one: a walk needs no table then
     stamp: int = 0  # latest use of any key through the node, as far as it was passed up
     state_stamp: int = 0  # latest use of the state
     born: int = 0  # when the data were first cached
@@ -143,6 +144,7 @@ SPLIT_RULES: dict[str, str] = {
     "page_ids": "divide",
     "state": "lower",
     "children": "link",
+    "only": "link",
     "stamp": "copy",
     "state_stamp": "lower",
     "born": "copy",

@@ -95,19 +95,25 @@ class Radix:
         if root is None:
             return Walk(path, 0, None, 0)
         data, page_bytes = key.data, self.page_bytes
-        children = root.children
-        while children is not None and offset < limit:
-            child = children.get(data[offset : offset + page_bytes])
+        node = root
+        while offset < limit:
+            child = node.only
             if child is None:
-                break
+                if node.children is None:
+                    break
+                child = node.children.get(data[offset : offset + page_bytes])
+                if child is None:
+                    break
             edge = child.edge
             end = offset + len(edge)
             if end <= limit and data.startswith(edge, offset):
                 path.append(child)
                 offset = end
-                children = child.children
+                node = child
                 continue
             inside = common_bytes(data, offset, limit, edge, page_bytes)
+            if not inside:
+                break
             return Walk(path, offset, child, inside)
         return Walk(path, offset, None, 0)
 
@@ -157,16 +163,18 @@ class Radix:
         self.version += 1
         end = parent.end + len(edge) // TOKEN_BYTES
         leaf = self.new_node(parent, edge, end, pages.tobytes())
-        if parent.children is None:
-            parent.children = {edge[: self.page_bytes]: leaf}
+        children, first = parent.children, edge[: self.page_bytes]
+        if children is None:
+            parent.children, parent.only = {first: leaf}, leaf
             if parent.parent is None:
                 self.leaves += 1  # a root was no leaf
         else:
-            parent.children[edge[: self.page_bytes]] = leaf
+            children[first], parent.only = leaf, None
             self.leaves += 1
         self.nodes += 1
         self.pages += len(pages)
-        self._holds(leaf)
+        if self.holders is not None:
+            self._holds(leaf)
         return leaf
 
     def split(self, node: Node, inside: int) -> Node:
@@ -195,7 +203,10 @@ class Radix:
         node.page_ids = node.page_ids[ids:]
         node.parent = upper
         upper.children = {node.edge[: self.page_bytes]: node}
+        upper.only = node
         parent.children[first] = upper
+        if parent.only is not None:
+            parent.only = upper
         self.nodes += 1
         if node.spans:
             divide(upper, node, len(node.edge) // self.page_bytes)
@@ -281,7 +292,9 @@ class Radix:
         child.stamp = max(child.stamp, node.stamp)
         child.hits = max(child.hits, node.hits)
         parent.children[node.edge[: self.page_bytes]] = child
-        node.parent = node.children = None
+        if parent.only is not None:
+            parent.only = child
+        node.parent = node.children = node.only = None
         self.nodes -= 1
         if child.spans:
             join(node, child)
@@ -299,14 +312,16 @@ class Radix:
         if not leaf.page_ids:
             parent.gone_children -= 1
         if not parent.children:
-            parent.children = None
+            parent.children = parent.only = None
             if parent.parent is None:
                 self.leaves -= 1
         else:
             self.leaves -= 1
+            if len(parent.children) == 1:
+                (parent.only,) = parent.children.values()
         leaf.parent = None
         self.nodes -= 1
-        self.pages -= leaf.page_count
+        self.pages -= len(leaf.page_ids) // ID_BYTES
         if leaf.state != NO_SLOT:
             self.states -= 1
         if leaf.spans:

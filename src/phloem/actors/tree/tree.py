@@ -45,7 +45,7 @@ class Tree(MovingTree):
         Splits an edge only when the boundary lies inside it, which needs a model without states.
         With a host tier the boundary may be on the host: `plan` then says what brings it here.
         """
-        key = TokenKey.of(tokens)
+        key = tokens if type(tokens) is TokenKey else TokenKey.of(tokens)
         look = self._look(key, limit)
         walk, anchor, match = look.walk, look.anchor, look.match
         turn = self._visited(key, look) if self.policy.learns else 0
