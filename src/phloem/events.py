@@ -17,53 +17,14 @@ from typing import Final, TypeAlias, TypedDict
 import msgspec
 
 __all__ = [
-    "SCHEMA",
-    "Acquired",
-    "Change",
-    "Context",
-    "CopyDropped",
-    "CopyEnded",
-    "CopyPlanned",
-    "CopySubmitted",
-    "Event",
-    "Evicted",
-    "FellBack",
-    "Freed",
-    "Granted",
-    "Inserted",
-    "Joins",
-    "Kept",
-    "KvPut",
-    "KvTaken",
-    "LeaseEnded",
-    "LeaseLeaked",
-    "LeaseTaken",
-    "NodeAdded",
-    "NodeRemoved",
-    "NodeSplit",
-    "NodesMerged",
-    "Parked",
-    "Refused",
-    "RequestEnded",
-    "RequestForked",
-    "RequestOpened",
-    "ResetDone",
-    "SpanPut",
-    "SpanTaken",
-    "RootAdded",
-    "RootRemoved",
-    "RuntimeStarted",
-    "RuntimeStopped",
-    "Sink",
-    "StatePut",
-    "StateTaken",
-    "StepChanged",
-    "TailCut",
-    "TierChanged",
-    "TreeChanged",
-    "Victim",
-    "Waited",
-]
+    "SCHEMA", "Acquired", "Change", "Context", "CopyDropped", "CopyEnded", "CopyPlanned",
+    "CopySubmitted", "Event", "Evicted", "FellBack", "Freed", "Granted", "Inserted", "Joins",
+    "Kept", "KvPut", "KvTaken", "LeaseEnded", "LeaseLeaked", "LeaseTaken", "NodeAdded",
+    "NodeRemoved", "NodeSplit", "NodesMerged", "Parked", "Refused", "RequestEnded",
+    "RequestForked", "RequestOpened", "RequestSuspended", "ResetDone", "SpanPut", "SpanTaken",
+    "RootAdded", "RootRemoved", "RuntimeStarted", "RuntimeStopped", "Sink", "StatePut",
+    "StateTaken", "StepChanged", "TailCut", "TierChanged", "TreeChanged", "Victim", "Waited",
+]  # fmt: skip
 
 SCHEMA: Final = 2
 
@@ -138,6 +99,16 @@ class RequestForked(Event, frozen=True, gc=False, kw_only=True):
     parent: str
     lease: int
     tokens: int
+
+
+class RequestSuspended(Event, frozen=True, gc=False, kw_only=True):
+    """A request has given its room back, and its lease unless `keeps_lease`.
+
+    It had computed or reused `computed` tokens. It goes on with another `RequestOpened`, or ends.
+    """
+
+    computed: int
+    keeps_lease: bool
 
 
 class RequestEnded(Event, frozen=True, gc=False, kw_only=True):

@@ -23,7 +23,7 @@ from serving import (
     write_state,
 )
 
-from phloem import DevicePools, InvalidRequest, ModelLayout
+from phloem import CopyFailed, DevicePools, InvalidRequest, ModelLayout
 from phloem.events import LeaseEnded, Refused, RequestEnded
 
 PROMPT = run(1, 3 * PAGE + 1)
@@ -453,6 +453,23 @@ async def test_the_private_copy_ends_the_leases_hold_on_the_state(inline: bool) 
         assert (await here.cache.evict(states=1)).states == 1, "only KV is needed now"
         await compute(here, request, PROMPT, len(PROMPT))
         request.abort()
+
+
+async def test_a_private_copy_that_failed_leaves_the_state_for_another_try(inline: bool) -> None:
+    """It was given up with the copy, and could be evicted before `ready` was called again."""
+    async with house(inline=inline) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(2 * PAGE)
+        here.gate.error = CopyFailed("once")
+        with pytest.raises(CopyFailed):
+            await request.ready()
+        here.gate.error = None
+        assert (await here.cache.evict(states=1)).states == 0
+        assert (await request.ready()).usable == 2 * PAGE
+        assert here.cache.stats().tree.states_protected == 0
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
 
 
 # -- fork ------------------------------------------------------------------------------------------

@@ -12,12 +12,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from phloem import CacheRuntime
+from phloem.actors.tree import actor as tree_actor
+from phloem.actors.tree import border, tiering
+from phloem.actors.tree.shedding import SheddingTree
 from phloem.errors import InvalidRequest
 from phloem.runtime.request import Request
 from phloem.runtime.simulation import (
     FAULTS,
     ORDERS,
     PRODUCTION_FAULTS,
+    USES,
     WORKLOADS,
     Faults,
     Fixed,
@@ -45,7 +50,7 @@ def test_seeds_run_without_a_violation(part: int) -> None:
         total.add(run_plan(plan_for(seed)))
     assert total.requests["finished"] > 5 * SEEDS
     assert total.reused_tokens > 0
-    assert len(total.injected) >= 6
+    assert len(total.injected) >= 5
     assert total.evicted["pages"] > 0
 
 
@@ -58,6 +63,53 @@ def test_every_seed_draws_from_everything_there_is() -> None:
     off = sum(not plan.faults.on for plan in plans)
     assert off > 20, "some seeds have no faults at all"
     assert plan_for(7) == plan_for(7)
+
+
+@pytest.mark.parametrize(
+    ("use", "owner", "method"),
+    [
+        ("suspend", Request, "resume"),
+        ("sessions", CacheRuntime, "close_session"),
+        ("join", tree_actor.TreeActor, "_on_join"),
+        ("drafts", Request, "rollback"),
+        ("early", Request, "wait_on"),
+        ("rotate", Request, "try_snapshot_slot"),
+        ("impatient", tiering.Tiering, "_on_timed_out"),
+        ("cheapest", tiering, "cheapest"),
+        ("one_memory", border.Border, "make_room"),
+        ("windows", SheddingTree, "_evict_span"),
+    ],
+)
+def test_what_is_drawn_is_made_use_of(
+    use: str, owner: object, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, honest = 0, getattr(owner, method)
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, counted)
+    seeds = (seed for seed in range(1000) if use in plan_for(seed).uses)
+    for seed, _ in zip(seeds, range(30), strict=False):
+        run_plan(plan_for(seed, Fixed(uses=(use,))))
+        if calls:
+            return
+    raise AssertionError(f"{use} is drawn, and {method} was never called")
+
+
+def test_uses_are_drawn_beside_all_the_rest() -> None:
+    plans = [plan_for(seed) for seed in range(200)]
+    assert {use for plan in plans for use in plan.uses} == set(USES)
+    assert sum(not plan.uses for plan in plans) > 40
+    for plan in plans[:50]:
+        plain = plan_for(plan.seed, Fixed(uses=()))
+        assert (plain.uses, plain.faults) == ((), plan.faults)
+        assert [prompt.at_s for prompt in plain.prompts] == [one.at_s for one in plan.prompts]
+        assert not plain.limits.suspends and not plain.config.layout.spans
+    with pytest.raises(InvalidRequest, match="no use is called 'x'"):
+        Fixed(uses=("x",))
 
 
 def test_what_is_fixed_changes_only_that() -> None:

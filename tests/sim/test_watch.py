@@ -312,12 +312,12 @@ def test_a_copy_and_a_step_hold_their_places() -> None:
     with pytest.raises(Violation, match="kv place 1 is free while"):
         here(Freed(component="kv", ids=[1], owner=1))
     here = places()
-    ended = here.step_begins(array("i", (1, 2)), [1])
+    ended = here.step_begins(array("i", (1, 2)), [1], {})
     here(Parked(pages=[1], states=[], owner=1))
     ended()
     here(Freed(component="kv", ids=[1], owner=-2))
     with pytest.raises(Violation, match="a step touches kv place 1, which is free"):
-        here.step_begins(array("i", (1,)), [])
+        here.step_begins(array("i", (1,)), [], {})
     with pytest.raises(Violation, match="b writes, but kv place 2 is of 'a'"):
         here.check_write("kv", 2, "b")
     here.check_write("kv", 2, "a")

@@ -13,6 +13,7 @@ from phloem.actors.tree.keys import Tokens
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.errors import InvalidRequest, StaleHandle
+from phloem.events import RequestSuspended
 from phloem.runtime.arriving import Arriving
 from phloem.runtime.checks import integer
 from phloem.runtime.forking import copy_private_data, lease_twin, tell_forked
@@ -266,9 +267,19 @@ class Request(Arriving):
         self._state_at = None
         self._loads = False
         self.status = "suspended"
+        core = self._core
+        if core.emit is not None:
+            core.emit(
+                RequestSuspended(
+                    context=core.domain.caller_context(),
+                    request=self.id,
+                    computed=self.computed,
+                    keeps_lease=keep_lease,
+                )
+            )
         if not keep_lease:
             self._lease_given_up = True
-            self._core.release_lease_after(self._lease, fences)
+            core.release_lease_after(self._lease, fences)
 
     async def resume(self) -> Match:
         """Open a suspended request again on the deepest boundary of what it had.

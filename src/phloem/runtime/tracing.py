@@ -81,6 +81,7 @@ _LEVELS: dict[type[ev.Event], int] = {
     ev.RequestOpened: logging.INFO,
     ev.Acquired: logging.INFO,
     ev.RequestForked: logging.INFO,
+    ev.RequestSuspended: logging.INFO,
     ev.RequestEnded: logging.INFO,
     ev.Inserted: logging.INFO,
     ev.Evicted: logging.INFO,

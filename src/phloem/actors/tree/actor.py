@@ -456,9 +456,8 @@ class TreeActor:
                 self._domain.send(self, m.Sweep())
             return
         operation.ended, operation.error = True, message.error
-        lease = operation.lease
-        if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):
-            self._release_state(lease)
+        if message.error is None:  # else the state is needed once more
+            self._read_state(operation.lease)
         for reply, hears_errors in operation.replies:
             if reply.done or reply.abandoned:
                 continue
@@ -466,6 +465,11 @@ class TreeActor:
                 self._domain.complete(reply, operation.number)
             else:
                 self._domain.fail(reply, message.error)
+
+    def _read_state(self, lease: Lease | None) -> None:
+        """A request has its own copy of the state that it leased."""
+        if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):
+            self._release_state(lease)
 
     def _reads_under(self, lease: Lease) -> bool:
         """A caller who left and came back may have a second copy of the same state in flight."""

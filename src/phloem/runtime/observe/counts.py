@@ -25,6 +25,7 @@ from phloem.events import (
     RequestEnded,
     RequestForked,
     RequestOpened,
+    RequestSuspended,
     ResetDone,
     RuntimeStarted,
     Waited,
@@ -84,6 +85,7 @@ class Counts:
         self.leases_leaked = 0
         self.resets = 0
         self._usable: dict[str, int] = {}  # of requests that run
+        self._suspended: set[str] = set()
         self._in_flight: dict[int, str] = {}
         self._spans: tuple[str, ...] = ()  # the span components, in the order of counts of them
 
@@ -91,9 +93,12 @@ class Counts:
         """Count an event."""
         match event:
             case RequestOpened():
-                self.requests_opened += 1
+                self.requests_opened += event.request not in self._suspended
+                self._suspended.discard(event.request)
                 self._usable[event.request] = event.usable
                 self._looked_up(event)
+            case RequestSuspended():
+                self._suspended.add(event.request)
             case Acquired():
                 self._looked_up(event)
             case RequestForked():
@@ -166,6 +171,7 @@ class Counts:
     def _ended(self, event: RequestEnded) -> None:
         _add(self.requests_ended, event.how, 1)
         self.computed_tokens += event.computed
+        self._suspended.discard(event.request)
         usable = self._usable.pop(event.request, None)
         if usable is not None:
             self.taken_over_tokens += event.reused - usable

@@ -30,6 +30,7 @@ from phloem.events import (
     RequestEnded,
     RequestForked,
     RequestOpened,
+    RequestSuspended,
     RuntimeStarted,
     StepChanged,
     Waited,
@@ -182,6 +183,7 @@ class Figures:
             RuntimeStarted: self._on_started,
             RequestOpened: self._on_opened,
             RequestForked: self._on_forked,
+            RequestSuspended: self._on_suspended,
             Acquired: self._on_acquired,
             RequestEnded: self._on_ended,
             FellBack: self._on_fell_back,
@@ -353,6 +355,11 @@ class Figures:
             request.loaded -= host
             for why, tokens in event.lost.items():
                 request.lost[why] = request.lost.get(why, 0) + tokens
+
+    def _on_suspended(self, event: RequestSuspended) -> None:
+        request = self.running.pop(event.request, None)
+        if request is not None:  # when it goes on it is another one
+            request.end, request.how = self.last, "suspended"
 
     def _on_ended(self, event: RequestEnded) -> None:
         request = self.running.pop(event.request, None)

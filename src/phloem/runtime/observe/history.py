@@ -36,6 +36,7 @@ from phloem.events import (
     RequestEnded,
     RequestForked,
     RequestOpened,
+    RequestSuspended,
     ResetDone,
     RootAdded,
     RootRemoved,
@@ -129,6 +130,7 @@ class History:
             StepChanged: self._on_step,
             RequestOpened: self._on_request,
             RequestForked: self._on_request,
+            RequestSuspended: self._on_suspended,
             RequestEnded: self._on_request_ended,
         }
         self._changes: dict[type[Change], Callable[..., None]] = {
@@ -153,6 +155,7 @@ class History:
         self.nodes: dict[int, Node] = {}  # with the roots
         self.leases: dict[int, LeaseState] = {}
         self.requests: dict[str, RequestOpened | RequestForked] = {}
+        self._suspended: set[str] = set()  # of those, whose lease may end
         self.waiting: dict[int, Waited] = {}  # by the turn in which room was asked for
         self.copies: dict[int, CopySubmitted] = {}
         self.steps: dict[int, StepChanged] = {}
@@ -392,14 +395,20 @@ class History:
             )
             return
         opened = self.requests.get(lease.owner)
-        if opened is not None and opened.lease == lease.id:
+        suspended = lease.owner in self._suspended
+        if opened is not None and opened.lease == lease.id and not suspended:
             del self.requests[lease.owner]  # its caller left before it had it
 
     def _on_request(self, event: RequestOpened | RequestForked) -> None:
         self.requests[event.request] = event
+        self._suspended.discard(event.request)
+
+    def _on_suspended(self, event: RequestSuspended) -> None:
+        self._suspended.add(event.request)
 
     def _on_request_ended(self, event: RequestEnded) -> None:
         self.requests.pop(event.request, None)
+        self._suspended.discard(event.request)
 
     def _on_step(self, event: StepChanged) -> None:
         if event.state == "over":

@@ -31,6 +31,7 @@ from phloem.events import (
     RequestEnded,
     RequestForked,
     RequestOpened,
+    RequestSuspended,
     RuntimeStopped,
     Waited,
 )
@@ -43,7 +44,8 @@ _CARRIED = ("traceparent", "tracestate")
 class SpanSink:
     """A sink that makes spans with `tracer`. `clock_ns` gives nanoseconds since the epoch.
 
-    A request's span has `gen_ai.usage.cache_read.input_tokens` (what was reused),
+    A request has a span until it ends or is suspended, and another one when it goes on. It has
+    `gen_ai.usage.cache_read.input_tokens` (what was reused),
     `gen_ai.usage.cache_creation.input_tokens` (what it computed) and, under `phloem.`, the tokens
     lost by reason. Spans that are open when the runtime stops are ended then.
     """
@@ -65,6 +67,8 @@ class SpanSink:
                 span = self._begin("phloem.request", event)
                 span.set_attribute("phloem.forked_from", event.parent)
                 self._requests[event.request] = span, event.lease
+            case RequestSuspended():
+                self._suspended(event)
             case RequestEnded():
                 self._ended(event)
             case LeaseEnded():
@@ -142,6 +146,12 @@ class SpanSink:
                     "phloem.how": event.how,
                 }
             )
+            self._finish(span)
+
+    def _suspended(self, event: RequestSuspended) -> None:
+        span, _ = self._requests.pop(event.request, (None, 0))
+        if span is not None:
+            span.set_attribute("phloem.how", "suspended")
             self._finish(span)
 
     def _lease_ended(self, event: LeaseEnded) -> None:

@@ -12,12 +12,14 @@ seed can bring about:
     explore(scenario, range(500), faults=swarm)
 
 The same seed gives the same run, event for event, in every process. What is checked is listed in
-`watch`, what can go wrong in `faults`. `phloem.testing` has the same names.
+`watch`, what can go wrong in `faults`, what of the API is made use of in `uses`. `phloem.testing`
+has the same names.
 """
 
 from phloem.runtime.simulation.campaign import Fixed, Plan, plan_for, play, run_plan, shorten
 from phloem.runtime.simulation.draws import Draws, NotDeterministic
 from phloem.runtime.simulation.faults import FAULTS, Faults, InjectedFault, swarm
+from phloem.runtime.simulation.jobs import ORDERS, Limits, Preempted, Served
 from phloem.runtime.simulation.loop import POLICIES, Policy, SimDeadlock, SimLivelock, SimLoop
 from phloem.runtime.simulation.model import (
     QWEN3_NEXT_80B,
@@ -28,8 +30,9 @@ from phloem.runtime.simulation.model import (
     sim_layout,
 )
 from phloem.runtime.simulation.production import PRODUCTION_FAULTS, production
-from phloem.runtime.simulation.schedulers import ORDERS, Limits, Preempted, Served, Server
+from phloem.runtime.simulation.schedulers import Server
 from phloem.runtime.simulation.tags import TaggedTokens
+from phloem.runtime.simulation.uses import USES
 from phloem.runtime.simulation.watch import EventLog, Watch
 from phloem.runtime.simulation.workloads import WORKLOADS, Prompt, Scale, of_trace, workload
 from phloem.runtime.simulation.world import (
@@ -52,7 +55,7 @@ __all__ = [
     "Faults", "FAULTS", "swarm", "InjectedFault", "Watch", "EventLog", "Violation",
     # models and schedulers
     "SimModel", "Chunk", "CostModel", "QWEN3_NEXT_80B", "TaggedTokens", "sim_layout",
-    "Server", "Limits", "Served", "Preempted", "ORDERS",
+    "Server", "Limits", "Served", "Preempted", "ORDERS", "USES",
     # workloads
     "Prompt", "Scale", "WORKLOADS", "workload", "of_trace",
     # many seeds, whole traces

@@ -23,9 +23,11 @@ from phloem.errors import InvalidRequest, NoRoom, StaleHandle
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.simulation.faults import FAULTS, Faults, swarm
+from phloem.runtime.simulation.jobs import ORDERS, Limits, Served
 from phloem.runtime.simulation.loop import POLICIES, Policy
 from phloem.runtime.simulation.model import QWEN3_NEXT_80B, CostModel, sim_layout
-from phloem.runtime.simulation.schedulers import ORDERS, Limits, Served, Server
+from phloem.runtime.simulation.schedulers import Server
+from phloem.runtime.simulation.uses import USES, draw_uses, with_uses
 from phloem.runtime.simulation.workloads import WORKLOADS, Prompt, Scale, workload
 from phloem.runtime.simulation.world import (
     Outcome,
@@ -44,7 +46,8 @@ class Fixed(msgspec.Struct, frozen=True, kw_only=True):
     """What is the same for all seeds; None and empty are drawn for each.
 
     `faults`: only these can be on, `()` for none. `prompts`: only these numbers of a workload.
-    `host`: `none` for no host tier, or how it is written (see `CacheConfig.write_policy`).
+    `host`: `none` for no host tier, or how it is written (see `CacheConfig.write_policy`). `uses`:
+    only these can be made use of (see `phloem.runtime.simulation.uses`), `()` for none.
     """
 
     scheduler: str | None = None
@@ -55,6 +58,7 @@ class Fixed(msgspec.Struct, frozen=True, kw_only=True):
     scramble: int | None = None
     requests: int | None = None
     host: str | None = None
+    uses: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -67,6 +71,8 @@ class Fixed(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"no {what} is called {name!r}; there are {known}")
         if unknown := sorted(set(self.faults or ()) - set(FAULTS)):
             raise InvalidRequest(f"no fault is called {unknown[0]!r}; there are {FAULTS}")
+        if unknown := sorted(set(self.uses or ()) - set(USES)):
+            raise InvalidRequest(f"no use is called {unknown[0]!r}; there are {USES}")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +86,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     config: CacheConfig
     faults: Faults
+    uses: tuple[str, ...] = ()
     scramble: int | None = None
     cost: CostModel = QWEN3_NEXT_80B
     recheck: bool = True
@@ -127,6 +134,10 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
     prompts = workload(fixed.workload or kind, seed, scale)
     geometry.draw_host(rng, fixed.host)
     config = geometry.config(prompts)  # of all prompts, so that leaving some out changes no sizes
+    uses = draw_uses(seed)
+    if fixed.uses is not None:
+        uses = tuple(name for name in uses if name in fixed.uses)
+    limits, config = with_uses(seed, uses, limits, config)
     if fixed.prompts is not None:
         prompts = [prompts[number] for number in fixed.prompts if number < len(prompts)]
     return Plan(
@@ -138,6 +149,7 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
         limits=limits,
         config=config,
         faults=faults,
+        uses=uses,
         scramble=fixed.scramble,
         audit_every=audit_every,
         borrowers=borrowers,
@@ -359,6 +371,8 @@ def command(plan: Plan, fixed: Fixed) -> str:
             words.append(f"--{option} {value}")
     if fixed.faults is not None:
         words.append(f"--faults {','.join(fixed.faults) or 'none'}")
+    if fixed.uses is not None:
+        words.append(f"--uses {','.join(fixed.uses) or 'none'}")
     if fixed.prompts is not None:
         words.append(f"--prompts {','.join(map(str, fixed.prompts))}")
     return " ".join(words)
@@ -369,8 +383,8 @@ def shorten(
 ) -> tuple[Fixed, SimulationFailed]:
     """Look for a smaller plan that fails with the same kind of error.
 
-    Leaves prompts out, turns faults off, and lets the order be asyncio's own from as early a step
-    on as possible. `told` hears of each success.
+    Leaves prompts out, turns faults and uses off, and lets the order be asyncio's own from as early
+    a step on as possible. `told` hears of each success.
     """
     kind = type(failure.error)
     best, last = fixed, failure
@@ -391,6 +405,8 @@ def shorten(
         numbers = fewer
     for fault in plan_for(seed, best).faults.on:
         attempt(_with(best, faults=tuple(f for f in plan_for(seed, best).faults.on if f != fault)))
+    for use in plan_for(seed, best).uses:
+        attempt(_with(best, uses=tuple(u for u in plan_for(seed, best).uses if u != use)))
     if plan_for(seed, best).config.host_bytes:
         attempt(_with(best, host="none"))
     low, high = 0, last.run.loop.steps

@@ -19,10 +19,11 @@ import torch
 from phloem.errors import InvalidRequest
 from phloem.runtime.simulation.campaign import HOSTS, Fixed, command, plan_for, run_plan, shorten
 from phloem.runtime.simulation.faults import FAULTS
+from phloem.runtime.simulation.jobs import ORDERS
 from phloem.runtime.simulation.loop import POLICIES, Policy
 from phloem.runtime.simulation.production import PRODUCTION_FAULTS, demo, production
-from phloem.runtime.simulation.schedulers import ORDERS
 from phloem.runtime.simulation.summary import Summary
+from phloem.runtime.simulation.uses import USES
 from phloem.runtime.simulation.workloads import WORKLOADS
 from phloem.runtime.simulation.world import SimulationFailed
 from phloem.runtime.traces import read_trace
@@ -70,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"with commas: only these may be on; none, all, or of: {', '.join(FAULTS)}",
     )
+    add(
+        "--uses",
+        metavar="NAMES",
+        help=f"with commas: only these may be made use of; none, all, or of: {', '.join(USES)}",
+    )
     add("--host", choices=HOSTS, help="no host tier, or how it is written")
     add("--requests", type=int, metavar="N", help="requests of a workload")
     add("--prompts", metavar="NUMBERS", help="with commas: only these requests of a workload")
@@ -95,7 +101,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise InvalidRequest(f"{text!r} is neither a range A:B nor numbers with commas") from None
 
 
-def _faults(text: str | None) -> tuple[str, ...] | None:
+def _names(text: str | None) -> tuple[str, ...] | None:
     if text is None or text == "all":
         return None
     return () if text == "none" else tuple(text.split(","))
@@ -107,7 +113,8 @@ def _fixed(options: argparse.Namespace) -> Fixed:
         scheduler=options.scheduler,
         workload=options.workload,
         policy=policy,
-        faults=_faults(options.faults),
+        faults=_names(options.faults),
+        uses=_names(options.uses),
         prompts=_numbers(options.prompts) if options.prompts else None,
         scramble=options.scramble,
         requests=options.requests,
@@ -191,7 +198,7 @@ def _shortened(seed: int, fixed: Fixed) -> Failure:
 
 def _demo(options: argparse.Namespace) -> int:
     faults = PRODUCTION_FAULTS
-    names = _faults(options.faults)
+    names = _names(options.faults)
     if names is not None:
         faults = faults.only(names)
     torch.set_num_threads(1)
@@ -210,7 +217,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _production(options: argparse.Namespace) -> int:
     faults = PRODUCTION_FAULTS
-    names = _faults(options.faults)
+    names = _names(options.faults)
     if names is not None:
         faults = faults.only(names)
     began = told = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -20,24 +20,38 @@ __all__ = ["check_contents"]
 class _Tier:
     """The bytes of one tier as words: KV by page, key or value, and token; states by slot."""
 
-    def __init__(self, name: str, kv: RowPool, states: RowPool, page_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        kv: RowPool,
+        states: RowPool,
+        page_size: int,
+        spans: Mapping[str, RowPool] | None = None,
+    ) -> None:
         self.name = name
         self._size = page_size
         # Keys, then values, each padded to whole units of the pool.
-        self._kv = [rows.reshape(len(rows), 2, -1)[:, :, :page_size] for rows in _words(kv)]
+        self._kv = {
+            component: [rows.reshape(len(rows), 2, -1)[:, :, :page_size] for rows in _words(pool)]
+            for component, pool in {"kv": kv, **(spans or {})}.items()
+        }
         self._states = list(_words(states))
 
-    def check_kv(self, tokens: TaggedTokens, node: Node, page_ids: bytes) -> None:
+    def check_kv(
+        self, tokens: TaggedTokens, node: Node, page_ids: bytes, component: str = "kv"
+    ) -> None:
+        """What a node has of a component is for the last tokens of its edge."""
         pages = np.frombuffer(page_ids, np.int32)
         start = node.end - len(pages) * self._size
-        for layer, words in enumerate(self._kv):
+        for layer, words in enumerate(self._kv[component]):
             held = words[pages].transpose(1, 0, 2).reshape(2, -1)
             expected = tokens.kv(start, node.end) ^ layer_salt(layer)
             wrong = (held[0] != expected) | (held[1] != np.arange(start, node.end))
             if wrong.any():
                 at = int(wrong.argmax())
+                kind = "page" if component == "kv" else f"{component} page"
                 raise Violation(
-                    f"{self.name} page {pages[at // self._size]}, layer {layer}, is of node "
+                    f"{self.name} {kind} {pages[at // self._size]}, layer {layer}, is of node "
                     f"{node.id} and holds what was written for position {held[1][at]}, not token "
                     f"{start + at}"
                 )
@@ -69,7 +83,7 @@ def check_contents(
     Raises `Violation`. Namespaces that no model has written are left out (`is_written`).
     """
     size = pools.page_size
-    device = _Tier("device", pools.kv_rows, pools.state_rows, size)
+    device = _Tier("device", pools.kv_rows, pools.state_rows, size, pools.span_rows)
     below = None if host is None else _Tier("host", host.kv_rows, host.state_rows, size)
     for (adapter, salt, _), root in core.tree.radix.roots.items():
         namespace = Namespace(adapter, salt)
@@ -78,6 +92,8 @@ def check_contents(
                 tokens = TaggedTokens(_tokens(path[-1]), namespace, size)
                 for node in path:
                     device.check_kv(tokens, node, node.page_ids)
+                    for span, held in zip(core.tree.spans, node.spans, strict=True):
+                        device.check_kv(tokens, node, held.page_ids, span.name)
                     if node.state != NO_SLOT:
                         device.check_state(tokens, node, node.state)
                     if below is not None and node.host is not None:

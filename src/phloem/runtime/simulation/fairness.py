@@ -88,9 +88,11 @@ class Fairness:
         kv, state, tree = core.ledger.kv, core.ledger.state, core.tree.figures()
         if tree.pages_leaving or tree.states_leaving:
             return  # it waits for backups of what makes room for it
+        spans = zip(head.spans, core.ledger.spans, tree.spans, strict=False)
         if (
             head.pages <= kv.free + tree.pages_evictable
             and head.states <= state.free + tree.states_evictable
+            and all(asked <= pool.free + of.evictable for asked, pool, of in spans)
         ):
             raise Violation(
                 f"{head.owner!r} waits for {head.pages} pages and {head.states} states: "

@@ -7,7 +7,8 @@ stream and take as long as a cost model says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from phloem.actors.actions import Component, Ids
 from phloem.cuda_streams.hazards import POISON
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.virtual import VirtualStream
-from phloem.runtime.layout import ModelLayout, StateSpec
+from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec
 from phloem.runtime.request import Request
 from phloem.runtime.simulation.tags import STATE_WORDS, TaggedTokens
 
@@ -37,8 +38,15 @@ class Violation(AssertionError):
     """A rule of the cache was broken. Always a bug: of the cache, or of the scheduler under it."""
 
 
-def sim_layout(*, layers: int = 1, states: bool = True) -> ModelLayout:
-    """The layout that `SimModel` reads and writes: 16 bytes of KV a token, 32 of state, a layer."""
+def sim_layout(*, layers: int = 1, states: bool = True, window: int = 0) -> ModelLayout:
+    """The layout that `SimModel` reads and writes: 16 bytes of KV a token, 32 of state, a layer.
+
+    With a `window` there are as many layers more whose attention looks back so many tokens.
+    """
+    if window:
+        sliding = LayerSpec(kv=KVSpec((1, 1), (1, 1), "int64", kept=f"window:{window}"))
+        full = sim_layout(layers=layers, states=states).layers
+        return ModelLayout.from_layers((*full, *(sliding,) * layers))
     if not states:
         return ModelLayout.attention_only(layers=layers, kv_heads=1, head_dim=1, kv_dtype="int64")
     return ModelLayout.hybrid(
@@ -54,6 +62,8 @@ class Chunk(NamedTuple):
     """One request's part of a step: it computes `tokens[start:end]`.
 
     `snapshot`: a slot, and the position on the way whose state the kernel writes there as well.
+    `doubts`, of a pass that runs before it is known whether what it reads has arrived: what was
+    wrong, if it was launched too early.
     """
 
     request: Request
@@ -61,6 +71,7 @@ class Chunk(NamedTuple):
     start: int
     end: int
     snapshot: tuple[int, int] | None = None
+    doubts: list[Violation] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,9 @@ QWEN3_NEXT_80B = CostModel(
 class Memory(Protocol):
     """Who owns what, as far as a step may know; see `phloem.runtime.simulation.watch`."""
 
-    def step_begins(self, pages: Ids, states: Sequence[int]) -> Callable[[], None]:
+    def step_begins(
+        self, pages: Ids, states: Sequence[int], spans: Mapping[Component, Sequence[int]]
+    ) -> Callable[[], None]:
         """A step touches these places until the returned function is called."""
         ...
 
@@ -119,11 +132,26 @@ class Memory(Protocol):
         ...
 
 
+class _Job(NamedTuple):
+    """A chunk with the places that its kernel was given."""
+
+    chunk: Chunk
+    table: Ids
+    window: Ids  # the table of the sliding layers, empty when there are none
+    slot: int | None
+
+
+class _KvLayer(NamedTuple):
+    keys: Words
+    values: Words
+
+
 class SimModel:
     """The model of one runtime. `fail` hears of violations; they end the run.
 
     `sampled(tokens)` is the token that follows. With `recheck` the context is verified when a
     step ends as well, which finds memory that was given away while a step read it.
+    `windows`: the layers, by their numbers, that look back only so many tokens.
     """
 
     def __init__(
@@ -135,43 +163,58 @@ class SimModel:
         *,
         recheck: bool = True,
         vocabulary: int = 1000,
+        windows: Mapping[int, int] | None = None,
     ) -> None:
         self.tokens_computed = 0
         self.bytes_checked = 0
         self.steps = 0
         self._memory = memory
         self._cost = cost
-        self._fail = fail
+        self.fail = fail
         self._recheck = recheck
         self._vocabulary = vocabulary
         self._page_size = pools.page_size
-        self._keys: list[Words] = [layer.k.numpy()[:, :, 0, 0] for layer in pools.kv.values()]
-        self._values: list[Words] = [layer.v.numpy()[:, :, 0, 0] for layer in pools.kv.values()]
+        self._window = max((windows or {}).values(), default=0)
+        self._full: list[_KvLayer] = []
+        self._sliding: list[_KvLayer] = []
+        for number, layer in pools.kv.items():
+            words = _KvLayer(layer.k.numpy()[:, :, 0, 0], layer.v.numpy()[:, :, 0, 0])
+            (self._sliding if number in (windows or {}) else self._full).append(words)
         self._states: list[Words] = [named["tag"].numpy() for named in pools.states.values()]
 
     def enqueue(self, chunks: Sequence[Chunk], stream: VirtualStream) -> None:
         """Put one forward pass of `chunks` on `stream`."""
-        jobs = [(chunk, chunk.request.page_table(), chunk.request.state_slot) for chunk in chunks]
-        pages = jobs[0][1][:0]
-        for _, table, _ in jobs:
-            pages.extend(table)
+        none: Ids = array("i")
+        jobs = [
+            _Job(
+                chunk,
+                chunk.request.page_table(),
+                chunk.request.span_table("window") if self._window else none,
+                chunk.request.state_slot,
+            )
+            for chunk in chunks
+        ]
+        pages, spans = none[:], list[int]()
+        for job in jobs:
+            pages.extend(job.table)
+            spans.extend(filter(None, job.window))
         try:
-            slots = [slot for _, _, slot in jobs if slot]
+            slots = [job.slot for job in jobs if job.slot]
             slots += [chunk.snapshot[0] for chunk in chunks if chunk.snapshot is not None]
-            ended = self._memory.step_begins(pages, slots)
+            ended = self._memory.step_begins(pages, slots, {"window": spans} if spans else {})
         except Violation as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
         def begin() -> None:
-            for chunk, table, slot in jobs:
-                self._guard(self._check, chunk, table, slot)
+            for job in jobs:
+                self._guard(self._check, job)
 
         def end() -> None:
-            for chunk, table, slot in jobs:
+            for job in jobs:
                 if self._recheck:
-                    self._guard(self._check, chunk, table, slot)
-                self._guard(self._write, chunk, table, slot)
+                    self._guard(self._check, job)
+                self._guard(self._write, job)
             ended()
 
         self.steps += 1
@@ -183,28 +226,21 @@ class SimModel:
         """The token that follows `tokens`."""
         return tokens.next_token(len(tokens), self._vocabulary)
 
-    def _guard(
-        self,
-        act: Callable[[Chunk, Ids, int | None], None],
-        chunk: Chunk,
-        table: Ids,
-        slot: int | None,
-    ) -> None:
+    def _guard(self, act: Callable[[_Job], None], job: _Job) -> None:
+        doubts = job.chunk.doubts
         try:
-            act(chunk, table, slot)
+            act(job)
         except Violation as error:
-            self._fail(error)
+            if doubts is None:
+                self.fail(error)
+            else:
+                doubts.append(error)
 
-    def _check(self, chunk: Chunk, table: Ids, slot: int | None) -> None:
-        start = chunk.start
+    def _check(self, job: _Job) -> None:
+        chunk, slot, start = job.chunk, job.slot, job.chunk.start
         if start:
-            pages = table[: -(-start // self._page_size)]
-            expected = chunk.tokens.kv(0, start)
-            for layer, keys in enumerate(self._keys):
-                found = keys[pages].reshape(-1)[:start]
-                self.bytes_checked += found.nbytes
-                if not np.array_equal(found, expected ^ layer_salt(layer)):
-                    self._report_kv(chunk, table, layer, found, expected ^ layer_salt(layer))
+            self._check_kv(chunk, self._full, job.table, 0)
+            self._check_kv(chunk, self._sliding, job.window, max(0, start - self._window))
         if slot is None:
             return
         words = chunk.tokens.state(start) if start else np.zeros(STATE_WORDS, np.int64)
@@ -219,33 +255,50 @@ class SimModel:
                     f"it holds {what}"
                 )
 
-    def _report_kv(
-        self, chunk: Chunk, table: Ids, layer: int, found: Words, expected: Words
-    ) -> None:
-        position = int((found != expected).argmax())
-        page = table[position // self._page_size]
-        stored = int(self._values[layer][page, position % self._page_size])
-        what = _what(int(found[position]), f"KV written for position {stored}")
-        raise Violation(
-            f"{chunk.request} reads token {position} from page {page}, layer {layer}: it holds "
-            f"{what}"
-        )
+    def _check_kv(self, chunk: Chunk, layers: Sequence[_KvLayer], table: Ids, since: int) -> None:
+        """The KV of the tokens from `since` to the chunk's start is as their tags say."""
+        size, start = self._page_size, chunk.start
+        first = since // size
+        pages = table[first : -(-start // size)]
+        expected = chunk.tokens.kv(since, start)
+        for number, layer in enumerate(layers):
+            found = layer.keys[pages].reshape(-1)[since - first * size : start - first * size]
+            self.bytes_checked += found.nbytes
+            wrong = found != expected ^ layer_salt(number)
+            if wrong.any():
+                at = since + int(wrong.argmax())
+                page = table[at // size]
+                stored = int(layer.values[page, at % size])
+                what = _what(int(found[at - since]), f"KV written for position {stored}")
+                kind = "page" if layers is self._full else "window page"
+                raise Violation(
+                    f"{chunk.request} reads token {at} from {kind} {page}, layer {number}: it "
+                    f"holds {what}"
+                )
 
-    def _write(self, chunk: Chunk, table: Ids, slot: int | None) -> None:
-        start, end, size = chunk.start, chunk.end, self._page_size
+    def _write(self, job: _Job) -> None:
+        chunk, slot, end = job.chunk, job.slot, job.chunk.end
         owner = chunk.request.id
-        for number in range(start // size, -(-end // size)):
-            page = table[number]
-            self._memory.check_write("kv", page, owner)
-            low, high = max(start, number * size), min(end, (number + 1) * size)
-            inside = slice(low - number * size, high - number * size)
-            for layer, keys in enumerate(self._keys):
-                keys[page, inside] = chunk.tokens.kv(low, high) ^ layer_salt(layer)
-                self._values[layer][page, inside] = np.arange(low, high)
+        self._write_kv(chunk, "kv", self._full, job.table)
+        if self._window:
+            self._write_kv(chunk, "window", self._sliding, job.window)
         if slot is not None:
             self._write_state(owner, slot, chunk.tokens.state(end))
         if chunk.snapshot is not None:
             self._write_state(owner, chunk.snapshot[0], chunk.tokens.state(chunk.snapshot[1]))
+
+    def _write_kv(
+        self, chunk: Chunk, component: Component, layers: Sequence[_KvLayer], table: Ids
+    ) -> None:
+        start, end, size = chunk.start, chunk.end, self._page_size
+        for number in range(start // size, -(-end // size)):
+            page = table[number]
+            self._memory.check_write(component, page, chunk.request.id)
+            low, high = max(start, number * size), min(end, (number + 1) * size)
+            inside = slice(low - number * size, high - number * size)
+            for which, layer in enumerate(layers):
+                layer.keys[page, inside] = chunk.tokens.kv(low, high) ^ layer_salt(which)
+                layer.values[page, inside] = np.arange(low, high)
 
     def _write_state(self, owner: str, slot: int, words: Words) -> None:
         self._memory.check_write("state", slot, owner)

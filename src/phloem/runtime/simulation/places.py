@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from phloem.actors.actions import TREE, Component, Ids
 from phloem.actors.ledger import FREE, PARKED, Ledger
@@ -29,7 +29,8 @@ from phloem.runtime.simulation.model import Violation
 
 __all__ = ["Places", "TierPlaces"]
 
-_COMPONENTS: tuple[Component, ...] = ("kv", "state")
+_Spans: TypeAlias = Mapping[Component, Sequence[int]]
+_NO_SPANS: _Spans = {}
 _NAMES = 4096  # so many accounts are remembered before those that own nothing are forgotten
 
 
@@ -73,9 +74,11 @@ class TierPlaces:
             return True
         return owner > 0 and said > 0 and self.names.get(owner) == self.names.get(said)
 
-    def touch(self, who: str, pages: Iterable[int], states: Iterable[int]) -> None:
+    def touch(
+        self, who: str, pages: Iterable[int], states: Iterable[int], spans: _Spans = _NO_SPANS
+    ) -> None:
         """`who` uses these from now on; raises `Violation` for one that is free."""
-        for component, places in zip(_COMPONENTS, (pages, states), strict=True):
+        for component, places in (("kv", pages), ("state", states), *spans.items()):
             owners, touched = self._owners[component], self._touched[component]
             for place in places:
                 if owners[place] == FREE:
@@ -84,10 +87,12 @@ class TierPlaces:
                     )
                 touched[place] += 1
 
-    def untouch(self, pages: Iterable[int], states: Iterable[int]) -> None:
+    def untouch(
+        self, pages: Iterable[int], states: Iterable[int], spans: _Spans = _NO_SPANS
+    ) -> None:
         """The reverse of `touch`."""
-        self._touched["kv"].subtract(pages)
-        self._touched["state"].subtract(states)
+        for component, places in (("kv", pages), ("state", states), *spans.items()):
+            self._touched[component].subtract(places)
 
     def holder(self, component: Component, place: int) -> int:
         """`FREE`, `PARKED`, `TREE`, or an account."""
@@ -229,10 +234,12 @@ class Places:
 
     # -- for steps -----------------------------------------------------------------------------
 
-    def step_begins(self, pages: Ids, states: Sequence[int]) -> Callable[[], None]:
+    def step_begins(
+        self, pages: Ids, states: Sequence[int], spans: Mapping[Component, Sequence[int]]
+    ) -> Callable[[], None]:
         """See `Memory.step_begins`."""
-        self.device.touch("a step", pages, states)
-        return partial(self.device.untouch, pages, states)
+        self.device.touch("a step", pages, states, spans)
+        return partial(self.device.untouch, pages, states, spans)
 
     def check_write(self, component: Component, place: int, owner: str) -> None:
         """See `Memory.check_write`.

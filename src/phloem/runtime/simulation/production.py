@@ -19,8 +19,8 @@ from phloem.errors import InvalidRequest
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.simulation.campaign import Plan, play, run_plan
 from phloem.runtime.simulation.faults import Faults
+from phloem.runtime.simulation.jobs import Limits, Served
 from phloem.runtime.simulation.model import QWEN3_NEXT_80B, CostModel, sim_layout
-from phloem.runtime.simulation.schedulers import Limits, Served
 from phloem.runtime.simulation.workloads import Prompt, of_trace
 from phloem.runtime.simulation.world import Outcome, Simulation, simulate
 from phloem.runtime.traces import TraceRequest

@@ -3,133 +3,34 @@
 `Server` is an ordinary asyncio program, short enough to be read as an example of integrating the
 cache. Every request is a task that opens a request of the cache, computes it chunk by chunk, and
 publishes on the way; one more task forms a forward pass of what is waiting to be computed and
-launches it on a stream. What the schedulers differ in is who is admitted next (`Order`):
-
-fcfs       first come, first served
-shortest   the shortest prompt first
-longest    the longest prefix match first, looked up again at each admission
-priority   the most urgent first; less urgent requests give way when there is no room
+launches it on a stream. What the schedulers differ in is who is admitted next: see `jobs`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-
-import msgspec
 
 from phloem.cuda_streams.engine import CopyFailed
 from phloem.cuda_streams.virtual import VirtualStream
-from phloem.errors import CacheReset, EngineDead, InvalidRequest, NoRoom, StaleHandle
+from phloem.errors import (
+    CacheReset,
+    EngineDead,
+    InvalidRequest,
+    NoRoom,
+    StaleHandle,
+    TransferFailed,
+)
 from phloem.runtime.cache import CacheRuntime
+from phloem.runtime.opening import RequestOptions
 from phloem.runtime.request import Request
-from phloem.runtime.simulation.model import Chunk, SimModel
+from phloem.runtime.simulation.jobs import ORDERS, Job, Limits, Preempted, Served, StepFailed
+from phloem.runtime.simulation.model import Chunk, SimModel, Violation
 from phloem.runtime.simulation.tags import TaggedTokens
 from phloem.runtime.simulation.workloads import Prompt
 
-__all__ = ["ORDERS", "Limits", "Preempted", "Server", "Served", "StepFailed"]
-
-
-class Preempted(Exception):
-    """A request gave its room to others; it starts again from what is cached by then."""
-
-
-class StepFailed(Exception):
-    """A forward pass did not happen; its requests try again."""
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one server may do at once.
-
-    `chunk`: tokens of one prompt in a pass. `batch_tokens`: tokens of a pass. `running`: requests
-    that are admitted. `reserve`: ask for room for the whole answer at once; otherwise page by page,
-    which admits more and has to preempt. `ahead`: passes that may be launched and not over.
-    `stride`: tokens that one pass adds to an answer. `tries`: a request that was preempted so often
-    is refused. `samples`: answers to each prompt; all but one by forks. `join_s`: how long a
-    request waits for another one that computes what it needs. `snapshots`: chunks are not cut where
-    a state is wanted; the kernel writes it into a slot on the way.
-    """
-
-    chunk: int = 16
-    batch_tokens: int = 64
-    running: int = 8
-    reserve: bool = True
-    ahead: int = 1
-    stride: int = 1
-    room_timeout_s: float | None = None
-    tries: int = 20
-    samples: int = 1
-    join_s: float | None = None
-    snapshots: bool = False
-
-
-class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request went. `how`: `finished`, or `refused` with the reason in `why`."""
-
-    name: str
-    how: str
-    why: str = ""
-    prompt: int = 0
-    reused: int = 0
-    output: int = 0
-    preempted: int = 0
-    queued_s: float = 0.0
-    first_token_s: float = 0.0
-    total_s: float = 0.0
-
-
-class Job:
-    """A prompt on its way through the server."""
-
-    def __init__(self, prompt: Prompt, number: int, now: float) -> None:
-        self.prompt = prompt
-        self.number = number
-        self.arrived = now
-        self.admitted = 0.0
-        self.first_token = 0.0
-        self.reused = 0
-        self.preempted = 0
-        self.give_way = False  # asked to free its room at its next chunk
-        self.turn: asyncio.Event = asyncio.Event()
-
-
-Order = Callable[[Sequence[Job], CacheRuntime], Job]
-
-
-def fcfs(waiting: Sequence[Job], cache: CacheRuntime) -> Job:
-    """The job that has waited longest."""
-    del cache
-    return min(waiting, key=lambda job: job.number)
-
-
-def shortest(waiting: Sequence[Job], cache: CacheRuntime) -> Job:
-    """The job with the shortest prompt."""
-    del cache
-    return min(waiting, key=lambda job: (len(job.prompt.tokens), job.number))
-
-
-def longest(waiting: Sequence[Job], cache: CacheRuntime) -> Job:
-    """The job with the longest usable prefix at this moment."""
-    matches = [
-        cache.nowait.match(job.prompt.tokens, namespace=job.prompt.namespace) for job in waiting
-    ]
-    ranked = zip(waiting, matches, strict=True)
-    return min(ranked, key=lambda pair: (-pair[1].usable, pair[0].number))[0]
-
-
-def priority(waiting: Sequence[Job], cache: CacheRuntime) -> Job:
-    """The most urgent job."""
-    del cache
-    return min(waiting, key=lambda job: (job.prompt.priority, job.number))
-
-
-ORDERS: Mapping[str, Order] = {
-    "fcfs": fcfs,
-    "shortest": shortest,
-    "longest": longest,
-    "priority": priority,
-}
+__all__ = ["Server"]
 
 
 class Server:
@@ -155,7 +56,8 @@ class Server:
         self.limits = limits or Limits()
         self._stream = stream
         self._order = ORDERS[order]
-        self._preempts = order == "priority"
+        self._by_priority = order == "priority"
+        self._preempts = self._by_priority or self.limits.suspends
         self._fails = fails
         self._now = asyncio.get_running_loop().time
         self._numbers = 0
@@ -202,24 +104,27 @@ class Server:
                     return self._served(job, "refused", type(error).__name__)
                 job.preempted += 1
             finally:
-                self._running.remove(job)
-                self._admit()
+                self._leave(job)
             if job.preempted > self.limits.tries:
                 return self._served(job, "refused", "it had to give way too often")
 
     async def _attempt(self, job: Job) -> Served:
         prompt, limits = job.prompt, self.limits
         tokens = TaggedTokens(prompt.tokens, prompt.namespace, self.cache.config.page_size)
-        name = f"{prompt.name}/{job.number}.{job.preempted}"
         async with self.cache.request(
-            prompt.tokens, id=name, namespace=prompt.namespace
+            prompt.tokens,
+            join=limits.joins_at_open,
+            join_timeout=limits.join_s,
+            **self._options(job),
         ) as request:
             room = len(tokens) - request.computed + (prompt.output if limits.reserve else 0)
             if not limits.reserve:
                 room = min(room, limits.chunk)
             await self._allocate(job, request, room)
-            await request.ready()
-            if limits.join_s is not None:
+            if limits.early:
+                await self._start_early(job, request, tokens)
+            await self._ready(job, request)
+            if limits.join_s is not None and not limits.joins_at_open:
                 await request.join(timeout=limits.join_s)
             await self._prefill(job, request, tokens)
             job.reused = request.match.usable
@@ -227,11 +132,49 @@ class Server:
                 await self._decode_fork(job, request, tokens.copy(), number)
             await self._decode(job, request, tokens)
             await request.finish()
+            if limits.sessions and prompt.session and prompt.ends_session:
+                await self.cache.close_session(prompt.session)
             return self._served(job, "finished", output=len(tokens) - len(prompt.tokens))
+
+    def _options(self, job: Job) -> RequestOptions:
+        """How the job's next attempt is opened."""
+        prompt, limits = job.prompt, self.limits
+        options: RequestOptions = {
+            "id": f"{prompt.name}/{job.number}.{job.preempted}",
+            "namespace": prompt.namespace,
+        }
+        if limits.sessions:
+            options["session"] = prompt.session or None
+            options["session_ttl"] = limits.session_ttl_s
+            options["priority"] = max(0, 100 - 40 * prompt.priority)
+            options["keep_for"] = limits.session_ttl_s
+        return options
+
+    async def _ready(self, job: Job, request: Request) -> None:
+        """Wait for what the request stands on; less than was promised may take room, and again."""
+        while True:
+            with suppress(TransferFailed):  # what ran too early counts for nothing
+                await request.ready()
+            if request.status == "running":
+                return
+            await self._allocate(job, request, min(self.limits.chunk, request.length))
+
+    async def _start_early(self, job: Job, request: Request, tokens: TaggedTokens) -> None:
+        """Launch the first pass behind what it needs. What it read is in doubt until then."""
+        await request.wait_on(self._stream)
+        start, end = request.next_stop(self.limits.chunk)
+        await self._room_for(job, request, end)
+        doubts: list[Violation] = []
+        setbacks = request.setbacks
+        with suppress(StepFailed):
+            await self._compute(Chunk(request, tokens, start, end, None, doubts), wait=True)
+            await self._ready(job, request)
+            if doubts and request.setbacks == setbacks:
+                self.model.fail(doubts[0])
 
     async def _prefill(self, job: Job, request: Request, tokens: TaggedTokens) -> None:
         while request.computed < len(tokens):
-            self._check_turn(job)
+            await self._give_way(job, request)
             if not request.resources().get("steps"):
                 await request.advance()
             start, end = request.next_stop(self.limits.chunk)
@@ -271,6 +214,8 @@ class Server:
         self, job: Job, request: Request, tokens: TaggedTokens, number: int
     ) -> None:
         """Another answer to the same prompt, by a request that shares its prefix."""
+        if self.cache.config.layout.spans and request.computed % self.cache.grid:
+            return  # the window is not copied, so it can only be shared where the tree has it
         try:
             twin = await request.fork(f"{request.id}+{number}")
         except (NoRoom, StaleHandle):
@@ -288,16 +233,39 @@ class Server:
     ) -> None:
         wanted = len(job.prompt.tokens) + job.prompt.output
         while len(tokens) < wanted:
-            self._check_turn(job)
+            if number and job.give_way:
+                raise Preempted(request.id)
+            if await self._give_way(job, request):
+                await self._prefill(job, request, tokens)
             said = [self.model.sampled(tokens) + number]
             said += [0] * min(self.limits.stride - 1, wanted - len(tokens) - 1)
             tokens.extend(said)
             request.extend(said)
             if len(tokens) == wanted:
                 return  # the last token needs no KV: nothing is computed from it
-            await self._room_for(job, request, len(tokens), wait=not number)
-            start = request.computed
-            await self._compute(Chunk(request, tokens, start, len(tokens)), wait=True)
+            chunk = self._with_drafts(request, tokens)
+            await self._room_for(job, request, chunk.end, wait=not number)
+            await self._compute(chunk, wait=True)
+            if chunk.end > len(tokens):
+                await request.rollback(len(tokens))
+
+    def _with_drafts(self, request: Request, tokens: TaggedTokens) -> Chunk:
+        """What comes next; where the state can be had back, with guesses behind it."""
+        start, end, drafts = request.computed, len(tokens), self.limits.drafts
+        plain = Chunk(request, tokens, start, end)
+        snapshot: tuple[int, int] | None = None
+        if not drafts:
+            return plain
+        if self.cache.config.layout.has_states:
+            slot = None if end % self.cache.grid else request.try_snapshot_slot(end)
+            if slot is None:
+                return plain
+            snapshot = slot, end
+        guesses = [self.model.sampled(tokens) + 1] * drafts
+        longer = tokens.copy()
+        longer.extend(guesses)
+        request.extend(guesses)
+        return Chunk(request, longer, start, len(longer), snapshot)
 
     async def _room_for(self, job: Job, request: Request, end: int, *, wait: bool = True) -> None:
         if end <= request.room:
@@ -332,6 +300,12 @@ class Server:
             raise
         job.admitted = job.admitted or self._now()
 
+    def _leave(self, job: Job) -> None:
+        """It runs no more, and the next one may."""
+        if job in self._running:  # not when it was cancelled while it waited for another turn
+            self._running.remove(job)
+            self._admit()
+
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.limits.running:
             job = self._order(self._waiting, self.cache)
@@ -340,16 +314,37 @@ class Server:
             job.turn.set()
 
     def _ask_to_give_way(self, job: Job) -> None:
-        """The least urgent of those that are less urgent than `job` gives way."""
-        urgent = job.prompt.priority
-        victims = [other for other in self._running if other.prompt.priority > urgent]
-        if victims:
-            victim = max(victims, key=lambda other: (other.prompt.priority, other.number))
+        """The least urgent of those that are less urgent than `job` gives way.
+
+        Unless urgency is what orders them, those are less urgent that came later.
+        """
+        victim = max(self._running, key=self._rank)
+        if self._rank(victim)[0] > self._rank(job)[0]:
             victim.give_way = True
 
-    def _check_turn(self, job: Job) -> None:
-        if job.give_way:
-            raise Preempted(job.prompt.name)
+    def _rank(self, job: Job) -> tuple[int, int]:
+        return (job.prompt.priority if self._by_priority else job.number, job.number)
+
+    async def _give_way(self, job: Job, request: Request) -> bool:
+        """If it was asked to, a job frees its room; True when it goes on after that.
+
+        It starts again, or is suspended until its turn comes again. While it keeps its lease it
+        does not wait for a turn: others might wait for what the lease protects.
+        """
+        if not job.give_way:
+            return False
+        if not self.limits.suspends:
+            raise Preempted(request.id)
+        job.preempted += 1
+        job.give_way = False
+        await request.suspend(keep_lease=self.limits.keeps_lease)
+        if not self.limits.keeps_lease:
+            self._leave(job)
+            await self._admitted(job)
+        await request.resume()
+        await self._allocate(job, request, min(self.limits.chunk, request.length))
+        await self._ready(job, request)
+        return True
 
     # -- forward passes ------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from phloem.runtime.simulation.schedulers import Served
+from phloem.runtime.simulation.jobs import Served
 from phloem.runtime.simulation.world import Outcome
 
 __all__ = ["Summary", "percentile"]

@@ -270,6 +270,8 @@ class Watch:
         core.domain.audit()
         figures, host = core.tree.figures(), core.host_ledger
         _audit_ledger(core.ledger, figures.pages, figures.states)
+        for span, pool in zip(figures.spans, core.ledger.spans, strict=True):
+            assert span.pages == pool.tree, f"{span.pages} {span.component} pages, {pool.tree}"
         self.places.device.compare(core.ledger)
         if host is not None:
             _audit_ledger(host, figures.host_pages, figures.host_states)
@@ -355,7 +357,7 @@ def _audit_ledger(ledger: Ledger, pages: int, states: int) -> None:
 
 
 def _check_nothing_owned(ledger: Ledger) -> None:
-    for pool in (ledger.kv, ledger.state):
+    for pool in ledger.pools:
         if pool.granted or pool.parked:
             owners = sorted({account.owner for account in ledger.accounts.values()})
             raise Violation(

@@ -34,7 +34,8 @@ _VOCABULARY = 1000
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a workload: `output` tokens are generated after `tokens`.
 
-    `at_s` is the virtual second of its arrival. Less `priority` is more urgent.
+    `at_s` is the virtual second of its arrival. Less `priority` is more urgent. `session` names
+    the conversation it belongs to, if any, of which one `ends_session`.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     output: int
     namespace: Namespace = Namespace()
     priority: int = 0
+    session: str = ""
+    ends_session: bool = False
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +77,13 @@ def chat(rng: random.Random, scale: Scale) -> list[Prompt]:
         talks[user] += _text(rng, _some(rng, scale.piece))
         output = _some(rng, max(1, scale.piece // 2))
         out.append(
-            Prompt(name=f"chat-{user}-{number}", at_s=now, tokens=list(talks[user]), output=output)
+            Prompt(
+                name=f"chat-{user}-{number}",
+                at_s=now,
+                tokens=list(talks[user]),
+                output=output,
+                session=f"chat-{user}",
+            )
         )
         talks[user] += _text(rng, output)
     return out
@@ -122,6 +131,7 @@ def agents(rng: random.Random, scale: Scale) -> list[Prompt]:
                 output=output,
                 namespace=Namespace(adapter=f"lora-{agent % 2}"),
                 priority=agent % 3,
+                session=f"agent-{agent}",
             )
         )
     return out
@@ -188,6 +198,7 @@ def of_trace(
             at_s=(request.at_s - start) / faster,
             tokens=request.tokens(shrink=shrink),
             output=max(1, min(request.output, answer_max)),
+            session=request.session,
         )
 
 
@@ -220,4 +231,8 @@ def workload(name: str, seed: int, scale: Scale | None = None) -> list[Prompt]:
     generator = WORKLOADS.get(name)
     if generator is None:
         raise InvalidRequest(f"no workload is called {name!r}; there are {tuple(WORKLOADS)}")
-    return generator(random.Random(seed), scale or Scale())
+    prompts = generator(random.Random(seed), scale or Scale())
+    last = {prompt.session: number for number, prompt in enumerate(prompts) if prompt.session}
+    for number in last.values():
+        prompts[number] = msgspec.structs.replace(prompts[number], ends_session=True)
+    return prompts

@@ -209,7 +209,12 @@ class Simulation:
         but for namespaces that somebody else fills (`is_written`).
         """
         watch = self.watches[-1]
-        model = SimModel(cache.pools, watch.places, cost, self.loop.fail, recheck=recheck)
+        layout = cache.config.layout
+        tokens = {int(text.partition(":")[2]) for text in layout.spans}
+        windows = {number: max(tokens) for number in layout.layers_of("window")}
+        model = SimModel(
+            cache.pools, watch.places, cost, self.loop.fail, recheck=recheck, windows=windows
+        )
         watch.at_last.append(
             lambda core: check_contents(core, cache.pools, cache.host_pools, is_written)
         )
@@ -273,7 +278,7 @@ class Simulation:
     async def _settle(self, core: Core) -> None:
         """Wait until nothing is in flight: hangs end after seconds, news of fences sooner."""
         for number in range(10_000):
-            pools = (core.ledger.kv, core.ledger.state)
+            pools = core.ledger.pools
             busy = core.transfer.in_flight + core.domain.queued + sum(p.parked for p in pools)
             busy += len(core.tree.operations)
             late = number < 100 and bool(core.tree.leases.live)  # given up behind a fence
