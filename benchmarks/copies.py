@@ -252,7 +252,7 @@ async def _idle(seconds: float) -> float:
     return seconds
 
 
-def lag(gib: float = 1.0, turns: int = 8) -> dict[str, float]:
+def lag(gib: float = 1.0, turns: int = 24) -> dict[str, float]:
     """How late the loop is, at the 99th percentile of a turn, in the best turn and in the middle.
 
     `busy`: while `gib` GiB move; `quiet`: for as long, between those; `process`: while another

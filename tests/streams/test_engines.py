@@ -7,7 +7,8 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from phloem.cuda_streams.batches import CHANNELS, Channel, Clear, Copy, CopyBatc
 from phloem.cuda_streams.engine import CopyCancelled, CopyFailed, Ticket, TicketState
 from phloem.cuda_streams.fences import Fence
 from phloem.cuda_streams.mover import RowMover
+from phloem.cuda_streams.rows import RowPool
 from phloem.errors import EngineDead, InvalidRequest, RuntimeClosed
 from streams.bench import LAYOUT, Bench, apply, some_ids
 
@@ -47,6 +49,17 @@ def load(bench: Bench, source: list[int], target: list[int]) -> Copy:
 
 def cow(bench: Bench, source: int, target: int) -> Copy:
     return Copy(bench.device.state_rows, bench.device.state_rows, [source], [target])
+
+
+def neighbours(rng: random.Random, pool: RowPool, count: int) -> list[int]:
+    first = rng.randrange(1, pool.count - count)
+    return list(range(first, first + count))
+
+
+def two_stretches(rng: random.Random, pool: RowPool, count: int) -> list[int]:
+    """As `some_ids`, all neighbours but one pair, the later ones first."""
+    ids, cut = neighbours(rng, pool, count), rng.randrange(count)
+    return ids[cut:] + ids[:cut]
 
 
 class Gate:
@@ -101,13 +114,17 @@ class TestBytes:
     @pytest.mark.parametrize("seed", range(4))
     async def test_all_channels_and_kinds(self, bench: Bench, seed: int, by_layer: bool) -> None:
         # Small buffers: every path of the mover and every remainder is taken.
-        mover = partial(RowMover, stage_bytes=256, run_bytes=96, call_bytes=160, few_runs=seed % 2)
+        sizes = {"stage_bytes": 256, "run_bytes": (96, 32)[seed // 2], "call_bytes": 160}
+        mover = partial(RowMover, **sizes, few_runs=2 * (seed % 2))
         engine, rng, images = bench.engine(mover=mover), random.Random(seed), bench.images()
         for _ in range(12):
             count = rng.randrange(1, 10)
             kv, host_kv = bench.device.kv_rows, bench.host.kv_rows
             states, host_states = bench.device.state_rows, bench.host.state_rows
-            a, b = some_ids(rng, kv, count), some_ids(rng, host_kv, count)
+            a, b = (
+                rng.choice((some_ids, neighbours, two_stretches))(rng, rows, count)
+                for rows in (kv, host_kv)
+            )
             s, t, u = rng.sample(range(1, states.count), 3)
             cases: dict[Channel, list[tuple[CopyItem, ...]]] = {
                 "d2h": [(Copy(kv, host_kv, a, b), Copy(states, host_states, [s], [t]))],
@@ -505,3 +522,25 @@ def test_the_loop_may_be_gone_before_the_copies() -> None:
     gate.open()
     assert ticket.quiesced.wait(10)
     bench.close()
+
+
+def in_a_new_thread(fn: Callable[[], int]) -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
+
+
+async def test_workers_copy_with_one_thread_and_others_keep_theirs() -> None:
+    was = torch.get_num_threads()
+    seen: list[int] = []
+    bench = Bench.make("threads")
+    try:
+        torch.set_num_threads(3)
+        engine = bench.engine(lambda *_: seen.append(torch.get_num_threads()))
+        assert torch.get_num_threads() == in_a_new_thread(torch.get_num_threads) == 3
+        for channel in CHANNELS:
+            item = {"d2h": backup(bench, [1], [2]), "h2d": load(bench, [1], [2])}.get(channel)
+            await engine.submit(CopyBatch(channel, (item or cow(bench, 1, 2),)))
+        assert set(seen) == {1}
+    finally:
+        torch.set_num_threads(was)
+        bench.close()

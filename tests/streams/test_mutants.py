@@ -115,8 +115,18 @@ MUTANTS = [
         "test_engines.py::TestBytes::test_all_channels_and_kinds",
     ),
     Mutant(
+        "rows are scattered from one stretch to the places of another", "mover.py",
+        "row = item.source_ids[at]", "row = item.source_ids[0]",
+        "test_engines.py::TestBytes::test_all_channels_and_kinds",
+    ),
+    Mutant(
+        "rows are gathered for one stretch into another", "mover.py",
+        "row = item.target_ids[at]", "row = item.target_ids[0]",
+        "test_engines.py::TestBytes::test_all_channels_and_kinds",
+    ),
+    Mutant(
         "runs join where only one side goes on", "batches.py",
-        "(np.diff(source) != 1) | (np.diff(target) != 1)", "np.diff(source) != 1",
+        "(source, target, source | target)", "(source, target, source)",
         "test_batches.py::test_coalescing_rebuilds_the_same_pairs_in_the_fewest_runs",
     ),
     Mutant(

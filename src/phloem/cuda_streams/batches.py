@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from phloem.errors import InvalidRequest
 if TYPE_CHECKING:
     from phloem.cuda_streams.engine import Ticket
 
-__all__ = ["CHANNELS", "Channel", "Clear", "Copy", "CopyBatch", "CopyItem", "Run"]
+__all__ = ["CHANNELS", "Channel", "Clear", "Copy", "CopyBatch", "CopyItem", "Run", "Starts"]
 
 Channel = Literal["d2h", "h2d", "d2d"]
 CHANNELS: tuple[Channel, ...] = ("d2h", "h2d", "d2d")
@@ -35,6 +37,21 @@ class Run(NamedTuple):
     source: int
     target: int
     length: int
+
+
+class Starts(NamedTuple):
+    """Where stretches of neighbouring rows begin, as positions in the ids, ascending.
+
+    In the source, in the target, and in both at once.
+    """
+
+    source: npt.NDArray[np.int64]
+    target: npt.NDArray[np.int64]
+    both: npt.NDArray[np.int64]
+
+
+def _begins(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    return np.concatenate(([0], np.flatnonzero(breaks) + 1))
 
 
 def _ids(what: str, ids: Sequence[int], pool: RowPool) -> tuple[int, ...]:
@@ -90,19 +107,24 @@ class Copy:
 
     # Kept on the value itself: a side table by id() would meet recycled ids.
     @cached_property
+    def starts(self) -> Starts:
+        """Where stretches of neighbouring rows begin."""
+        count = len(self.source_ids)
+        if count < 2:
+            one = np.arange(count)
+            return Starts(one, one, one)
+        source = np.diff(np.asarray(self.source_ids, np.int64)) != 1
+        target = np.diff(np.asarray(self.target_ids, np.int64)) != 1
+        return Starts(*(_begins(breaks) for breaks in (source, target, source | target)))
+
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The same pairs as the fewest runs, in the order given."""
-        if len(self.source_ids) < 2:
-            return tuple(
-                Run(*pair, 1) for pair in zip(self.source_ids, self.target_ids, strict=True)
-            )
-        source = np.asarray(self.source_ids, np.int64)
-        target = np.asarray(self.target_ids, np.int64)
-        breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
-        starts = np.concatenate(([0], breaks))
-        counts = np.diff(np.concatenate((starts, [len(source)])))
-        columns = (source[starts].tolist(), target[starts].tolist(), counts.tolist())
-        return tuple(map(Run, *columns))
+        starts = self.starts.both.tolist()
+        return tuple(
+            Run(self.source_ids[at], self.target_ids[at], end - at)
+            for at, end in pairwise([*starts, len(self.source_ids)])
+        )
 
     @cached_property
     def index(self) -> tuple[Tensor, Tensor]:

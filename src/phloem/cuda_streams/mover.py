@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,18 +18,25 @@ __all__ = ["RowMover"]
 class RowMover:
     """Copies rows between pools with few calls of about `call_bytes`, each without the GIL.
 
-    Runs of `run_bytes` or more on average, or no more than `few_runs`, go in one pass over memory,
-    many to a call, also of several layers. Others are gathered into a buffer of `stage_bytes` and
-    scattered from there. (Many calls much shorter than the interpreter's switch interval collapse
-    when the loop is busy.) One mover a thread.
+    By what holds the GIL least, and then by passes over memory:
+
+    - No more than `few_runs` runs go as they are, many to a call, also of several layers.
+    - No more than `few_runs` stretches of neighbouring targets are gathered, or of neighbouring
+      sources scattered (for this rows have to be of `run_bytes`, or it is slow), by one call each.
+    - Runs of `run_bytes` or more on average go as they are.
+    - Other rows are gathered into a buffer of `stage_bytes` and scattered from there.
+
+    Between calls the GIL is held to make views, at most two for each `run_bytes`: some 20 µs. Calls
+    are short, some 0.1 ms, so that the loop is never kept from a core for long: with calls of 4 MiB
+    its lag is several times as large. One mover a thread.
     """
 
     def __init__(
         self,
         *,
-        stage_bytes: int = 8 << 20,
+        stage_bytes: int = 512 << 10,
         run_bytes: int = 32 << 10,
-        call_bytes: int = 4 << 20,
+        call_bytes: int = 512 << 10,
         few_runs: int = 8,
     ) -> None:
         self.run_bytes = run_bytes
@@ -51,9 +63,14 @@ class RowMover:
                 target.index_copy_(0, target_index, convert(source.index_select(0, source_index)))
                 continue
             row_bytes = target.shape[1] * target.element_size()
-            runs = len(item.runs)
-            long = len(item.target_ids) * row_bytes >= runs * self.run_bytes
-            if long or runs <= self.few_runs:
+            starts, few = item.starts, self.few_runs
+            if len(starts.both) <= few:
+                self._in_runs(item, source, target, row_bytes)
+            elif len(starts.target) <= few:
+                self._gathered(item, source, target, row_bytes)
+            elif row_bytes >= self.run_bytes and len(starts.source) <= few:
+                self._scattered(item, source, target, row_bytes)
+            elif len(item.target_ids) * row_bytes >= len(starts.both) * self.run_bytes:
                 self._in_runs(item, source, target, row_bytes)
             else:
                 self._staged(item, source, target, row_bytes)
@@ -80,6 +97,28 @@ class RowMover:
             self._waiting_bytes += run.length * row_bytes
             if self._waiting_bytes >= self.call_bytes:
                 self.flush()
+
+    def _gathered(self, item: Copy, source: Tensor, target: Tensor, row_bytes: int) -> None:
+        source_index, _ = item.index
+        for at, end in self._chunks(item.starts.target, len(item.target_ids), row_bytes):
+            row = item.target_ids[at]
+            out = target[row : row + end - at]
+            torch.index_select(source, 0, source_index[at:end], out=out)
+
+    def _scattered(self, item: Copy, source: Tensor, target: Tensor, row_bytes: int) -> None:
+        _, target_index = item.index
+        for at, end in self._chunks(item.starts.source, len(item.source_ids), row_bytes):
+            row = item.source_ids[at]
+            target.index_copy_(0, target_index[at:end], source[row : row + end - at])
+
+    def _chunks(
+        self, starts: npt.NDArray[np.int64], count: int, row_bytes: int
+    ) -> Iterator[tuple[int, int]]:
+        """The stretches that begin at `starts`, cut into pieces of at most `call_bytes`."""
+        step = max(1, self.call_bytes // row_bytes)
+        for begin, over in pairwise([*starts.tolist(), count]):
+            for at in range(begin, over, step):
+                yield at, min(at + step, over)
 
     def _staged(self, item: Copy, source: Tensor, target: Tensor, row_bytes: int) -> None:
         stage = self._stage.view(target.dtype)

@@ -31,6 +31,7 @@ R = TypeVar("R")
 class ThreadEngine(Dispatcher):
     """`CopyEngine` over pools in CPU memory. `close()` waits for the running layer of each worker.
 
+    Each worker copies with one thread, whatever number torch is set to for others.
     `fault` is for tests and simulations; see `Fault`.
     """
 
@@ -44,14 +45,23 @@ class ThreadEngine(Dispatcher):
     ) -> None:
         super().__init__(post, fault, now_ns)
         self._wakes = {channel: threading.Event() for channel in CHANNELS}
+        alone = threading.Barrier(len(CHANNELS) + 1)
         self._threads = [
             threading.Thread(
-                target=self._work, args=(channel, mover), name=f"phloem-{channel}", daemon=True
+                target=self._work,
+                args=(channel, mover, alone),
+                name=f"phloem-{channel}",
+                daemon=True,
             )
             for channel in CHANNELS
         ]
         for thread in self._threads:
             thread.start()
+        # A thread's own number of torch threads is also what threads made later begin with: these
+        # are to have the caller's, as before.
+        threads = torch.get_num_threads()
+        alone.wait()
+        torch.set_num_threads(threads)
 
     def close(self) -> None:
         """See `CopyEngine.close`. Blocks until the workers have ended."""
@@ -62,7 +72,14 @@ class ThreadEngine(Dispatcher):
     def _woken(self, channel: Channel) -> None:
         self._wakes[channel].set()
 
-    def _work(self, channel: Channel, new_mover: Callable[[], RowMover]) -> None:
+    def _work(
+        self, channel: Channel, new_mover: Callable[[], RowMover], alone: threading.Barrier
+    ) -> None:
+        # A copy is bound by memory: more than one thread would only take others' cores. Asking
+        # first makes the number this thread's own; otherwise its first use takes the caller's.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        alone.wait()
         mover = new_mover()
         wake = self._wakes[channel]
         # Pools may be used by models that run in inference mode; so must their writers.

@@ -73,7 +73,7 @@ def _work(items: Sequence[CopyItem], layers: Sequence[int]) -> tuple[int, int]:
     """(bytes, runs) of some layers of a batch."""
     nbytes = runs = 0
     for item in items:
-        pieces = len(item.runs) if isinstance(item, Copy) else len(item.target_ids)
+        pieces = len(item.starts.both) if isinstance(item, Copy) else len(item.target_ids)
         source = item.source if isinstance(item, Copy) else item.target
         for layer in layers:
             # What is coded on one side crosses the link coded.
