@@ -405,7 +405,8 @@ class Ledger:
             held.whole = held.places = None
 
     def _open(self, number: int, owner: str) -> Account:
-        self.owners[owner] = self.owners.get(owner, 0) + 1
+        owners = self.owners
+        owners[owner] = owners.get(owner, 0) + 1
         account = self.accounts[number] = Account(number, owner)
         return account
 

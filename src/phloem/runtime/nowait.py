@@ -65,7 +65,8 @@ class Nowait:
     ) -> Match:
         """How far a prompt is cached; a pure read."""
         key = TokenKey.of(tokens, namespace)
-        match = self._domain.run(self._tree, m.Match(key, limit_of(key, whole)))
+        limit = key.length if whole else limit_of(key)
+        match = self._domain.run(self._tree, m.Match(key, limit))
         assert isinstance(match, Match)
         return match
 
@@ -79,7 +80,8 @@ class Nowait:
     ) -> Lease:
         """Lease the deepest boundary."""
         key = TokenKey.of(tokens, namespace)
-        acquired = self._domain.run(self._tree, m.Acquire(key, limit_of(key, whole), owner, False))
+        limit = key.length if whole else limit_of(key)
+        acquired = self._domain.run(self._tree, m.Acquire(key, limit, owner, False))
         return Lease(self._core, *lease_and_match(acquired))
 
     def allocate(
@@ -92,7 +94,8 @@ class Nowait:
     ) -> Grant:
         """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
         core = self._core
-        return core.allocate_nowait(pages, states, owner, spans=core.span_counts(spans))
+        counts = core.span_counts(spans) if spans else ()
+        return core.allocate_nowait(pages, states, owner, spans=counts)
 
     def insert(
         self,
@@ -107,7 +110,7 @@ class Nowait:
         spans: Mapping[str, Ids | Sequence[int]] | None = None,
     ) -> InsertResult:
         """Publish data; see `CacheRuntime.insert`."""
-        more = span_ids(self._core, spans)
+        more = span_ids(self._core, spans) if spans else ()
         message = insert_message(tokens, pages, state, lease, namespace, after, swap, more)
         result = self._domain.run(self._tree, message)
         assert isinstance(result, InsertResult)
@@ -159,7 +162,7 @@ class Nowait:
         return answers
 
 
-def limit_of(key: TokenKey, whole: bool) -> int:
+def limit_of(key: TokenKey, whole: bool = False) -> int:
     """Tokens to look up: all but the last, which must be computed for its logits."""
     return key.length if whole or not key.length else key.length - 1
 
