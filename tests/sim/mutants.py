@@ -156,6 +156,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "            if True:\n",
     ),
     Mutant(
+        "a state whose private copy failed may go",
+        ACTOR,
+        "        if message.error is None:  # else the state is needed once more\n",
+        "        if True:\n",
+    ),
+    Mutant(
         "a copy that failed is never acknowledged",
         TRANSFER,
         "        if self._domain.stopped is None:\n            self._domain.send(",
@@ -268,6 +274,24 @@ MUTANTS: tuple[Mutant, ...] = (
         LOADING,
         "if not source.leaving and not source.state_leaving:",
         "if source.leaving and not source.state_leaving:",
+    ),
+    Mutant(
+        "nothing protects what is read when the tier is closed",
+        LOADING,
+        "                elif operation.phase == \"submitted\":",
+        "                elif operation.phase == \"never\":",
+    ),
+    Mutant(
+        "what is planned when the tier is closed is copied",
+        LOADING,
+        "                if operation.phase == \"planned\":",
+        "                if operation.phase == \"never\":",
+    ),
+    Mutant(
+        "a match counts what a closed tier has",
+        TREE_CORE,
+        "            if self.host_closed:\n",
+        "            if False:\n",
     ),
     Mutant(
         "pages leave before they are copied",
@@ -386,15 +410,57 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an ended request drops its fences",
-        REQUEST,
+        STANDING,
         "        self._holding.give_back(pages, states, fences, self._holding.own_spans)\n",
         "        self._holding.give_back(pages, states, (), self._holding.own_spans)\n",
     ),
     Mutant(
         "an ended request's lease goes before its steps",
+        STANDING,
+        "core.release_lease_after(self._lease, fences)",
+        "core.release_lease_after(self._lease, ())",
+    ),
+    Mutant(
+        "a suspended request drops its fences",
+        REQUEST,
+        "        self._holding.give_back(pages, states, fences, self._holding.own_spans)\n",
+        "        self._holding.give_back(pages, states, (), self._holding.own_spans)\n",
+    ),
+    Mutant(
+        "a suspended request's lease goes before its steps",
         REQUEST,
         "core.release_lease_after(self._lease, fences)",
         "core.release_lease_after(self._lease, ())",
+    ),
+    Mutant(
+        "rejected drafts stay in the key",
+        REQUEST,
+        "        self._key = self._key.cut(position)\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "rejected drafts count as computed",
+        REQUEST,
+        "        self.computed = min(self.computed, position)\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "a pass on data that did not arrive counts as computed",
+        ARRIVING,
+        "        self.computed = promised\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "a pass does not wait for what it runs on",
+        ARRIVING,
+        "            named.wait(fence)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "one page of a window too many is given back",
+        HOLDING,
+        "            end = min(span.needs_from(boundary) // self._page_size, len(table))\n",
+        "            end = min(span.needs_from(boundary) // self._page_size + 1, len(table))\n",
     ),
     Mutant(
         "an abandoned pass counts as computed",

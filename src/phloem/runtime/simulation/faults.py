@@ -28,7 +28,8 @@ Callers
     *reset*: the cache is reset while requests run.
     *evict*: somebody evicts at random, and everything now and then.
     *abort*: somebody else, a watchdog, aborts a request that its own task is busy with.
-    *abandon*: a forward pass fails before or after it was launched; its requests fall back.
+    *abandon*: a forward pass fails before or after it was launched, and what it has written is
+    rubbish; its requests fall back.
 Runtime
     *queued*: callers do not take their turn inline. In a mixed run this is switched again and
     again; results must not depend on it.
@@ -137,7 +138,7 @@ def swarm(rng: random.Random, *, share: float = 0.4) -> Faults:
         dead=drawn(0.05) if rng.random() < 0.25 else 0.0,
         cancel=drawn(0.01),
         forget=drawn(0.1),
-        reset=drawn(0.5),
+        reset=drawn(3.0),
         evict=drawn(2.0),
         abort=drawn(4.0),
         abandon=drawn(0.05),

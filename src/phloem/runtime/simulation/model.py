@@ -31,6 +31,7 @@ __all__ = [
 Words = npt.NDArray[np.int64]
 
 _POISONED = int(np.frombuffer(bytes(POISON) * 4, np.int64)[0])
+_GOOD, _RUBBISH = np.int64(0), np.int64(0x2545_F491_4F6C_DD1D)
 _LAYER = 0x5851_F42D_4C95_7F2D  # tags of different layers differ by multiples of this
 
 
@@ -174,6 +175,7 @@ class SimModel:
         self._recheck = recheck
         self._vocabulary = vocabulary
         self._page_size = pools.page_size
+        self._salt = _GOOD  # of what is written now
         self._window = max((windows or {}).values(), default=0)
         self._full: list[_KvLayer] = []
         self._sliding: list[_KvLayer] = []
@@ -182,8 +184,12 @@ class SimModel:
             (self._sliding if number in (windows or {}) else self._full).append(words)
         self._states: list[Words] = [named["tag"].numpy() for named in pools.states.values()]
 
-    def enqueue(self, chunks: Sequence[Chunk], stream: VirtualStream) -> None:
-        """Put one forward pass of `chunks` on `stream`."""
+    def enqueue(self, chunks: Sequence[Chunk], stream: VirtualStream) -> Callable[[], None]:
+        """Put one forward pass of `chunks` on `stream`.
+
+        The function that is returned has it fail, before it ends: what it writes is rubbish then,
+        as is what comes of data that had not arrived.
+        """
         none: Ids = array("i")
         jobs = [
             _Job(
@@ -206,6 +212,8 @@ class SimModel:
             self.fail(error)
             raise
 
+        failed: list[bool] = []
+
         def begin() -> None:
             for job in jobs:
                 self._guard(self._check, job)
@@ -214,6 +222,7 @@ class SimModel:
             for job in jobs:
                 if self._recheck:
                     self._guard(self._check, job)
+                self._salt = _RUBBISH if failed or job.chunk.doubts else _GOOD
                 self._guard(self._write, job)
             ended()
 
@@ -221,6 +230,7 @@ class SimModel:
         self.tokens_computed += sum(chunk.end - chunk.start for chunk in chunks)
         stream.run(0, begin)
         stream.run(self._cost.step_ns(chunks), end)
+        return lambda: failed.append(True)
 
     def sampled(self, tokens: TaggedTokens) -> int:
         """The token that follows `tokens`."""
@@ -297,13 +307,14 @@ class SimModel:
             low, high = max(start, number * size), min(end, (number + 1) * size)
             inside = slice(low - number * size, high - number * size)
             for which, layer in enumerate(layers):
-                layer.keys[page, inside] = chunk.tokens.kv(low, high) ^ layer_salt(which)
+                salt = layer_salt(which) ^ self._salt
+                layer.keys[page, inside] = chunk.tokens.kv(low, high) ^ salt
                 layer.values[page, inside] = np.arange(low, high)
 
     def _write_state(self, owner: str, slot: int, words: Words) -> None:
         self._memory.check_write("state", slot, owner)
         for layer, states in enumerate(self._states):
-            states[slot] = words ^ layer_salt(layer)
+            states[slot] = words ^ layer_salt(layer) ^ self._salt
 
 
 def layer_salt(layer: int) -> np.int64:

@@ -405,9 +405,10 @@ class Server:
             with self.cache.step(requests, stream=self._stream) as step:
                 if self._fails():
                     raise StepFailed("before it was launched")
-                self.model.enqueue(chunks, self._stream)
+                spoil = self.model.enqueue(chunks, self._stream)
                 step.launched({chunk.request: chunk.end for chunk in chunks})
                 if self._fails():
+                    spoil()
                     raise StepFailed("after it was launched")
         except StepFailed as error:
             failed = error
