@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a copy that failed counts as done",
         ACTOR,
-        "            if message.error is None or not hears_errors:\n",
+        "            if operation.error is None or not hears_errors:\n",
         "            if True:\n",
     ),
     Mutant(

@@ -74,7 +74,7 @@ def test_every_seed_draws_from_everything_there_is() -> None:
         ("drafts", Request, "rollback"),
         ("early", Request, "wait_on"),
         ("rotate", Request, "try_snapshot_slot"),
-        ("impatient", tiering.Tiering, "_on_timed_out"),
+        ("impatient", tiering.Tiering, "timed_out"),
         ("cheapest", tiering, "cheapest"),
         ("one_memory", border.Border, "make_room"),
         ("windows", SheddingTree, "_evict_span"),

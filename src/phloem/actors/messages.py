@@ -165,7 +165,8 @@ class ReleaseState(Message, frozen=True, gc=False, eq=False):
 class CopyOperation:
     """A copy of a state through its life: who waits for it, and which lease it reads under.
 
-    The tree actor's; others only look whether it has `ended`, and with which `error`.
+    The tree actor's; others only look whether it has `ended`, and with which `error`: one that
+    takes too long has an error before its end.
     """
 
     __slots__ = ("ended", "error", "lease", "number", "replies")
@@ -192,7 +193,7 @@ class Prepare(Message, frozen=True, gc=False, eq=False):
 
 
 class AwaitCopy(Message, frozen=True, gc=False, eq=False):
-    """Answered when the copy of a state has ended, whatever its outcome."""
+    """Answered when the copy of a state has ended or takes too long, whatever its outcome."""
 
     operation: CopyOperation
 
@@ -253,7 +254,7 @@ class Copied(Message, frozen=True, gc=False, eq=False):
 
 
 class TimedOut(Message, frozen=True, gc=False, eq=False):
-    """A copy between the tiers takes too long. Its memory is in use until it has ended."""
+    """A copy takes too long. Its memory is in use until it has ended."""
 
     op: int
 

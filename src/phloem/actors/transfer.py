@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from phloem.actors.actions import BackupToHost, ClearState, CopyState, LoadToDevice, Places
 from phloem.actors.domain import LATER, Actor, Domain, Handlers
 from phloem.actors.messages import AwaitFences, Copied, CopyAfter, StateWritten, TimedOut, Written
+from phloem.cuda_streams.dispatch import waited_for
 from phloem.cuda_streams.engine import (
     Channel,
     Clear,
@@ -43,7 +44,7 @@ class _Copy(NamedTuple):
 
 
 class Watchdog(NamedTuple):
-    """How long a copy between the tiers may take, and by which clock, in seconds.
+    """How long a copy may take once it can begin, and by which clock, in seconds.
 
     `call_later` has a function called then; without it `look_at_clock` is called by somebody.
     """
@@ -78,7 +79,7 @@ class TransferActor:
         self._tree: Actor | None = None
         self._tickets: dict[int, _Copy] = {}
         self._writers: dict[int, tuple[Fence, ...]] = {}  # by state slot
-        # When each of the copies between the tiers takes too long, the first one first.
+        # When each of the copies takes too long, the first one first.
         self._deadlines: deque[tuple[float, int]] = deque()
         self._armed = False
         self._by_layer: list[tuple[int, RowPool]] | None = None
@@ -297,8 +298,7 @@ class TransferActor:
                     after=len(first.after),
                 )
             )
-        if kind in ("backup", "load"):
-            self._watch(op)
+        self._watch_from(op, {fence for _, batch in batches for fence in waited_for(batch)})
         left = len(tickets)
 
         def one_ended(ticket: Ticket) -> None:
@@ -310,6 +310,24 @@ class TransferActor:
 
         for _, ticket in tickets:
             ticket.add_done_callback(one_ended)
+
+    def _watch_from(self, op: int, fences: Iterable[Fence]) -> None:
+        """Watch a copy from when it has nothing to wait for: long passes are no slow copies."""
+        if self._watchdog is None:
+            return
+        left = [fence for fence in fences if not fence.passed]
+        count = len(left)
+
+        def one_passed() -> None:
+            nonlocal count
+            count -= 1
+            if not count and op in self._tickets:
+                self._watch(op)
+
+        for fence in left:
+            fence.add_callback(one_passed)
+        if not left:
+            self._watch(op)
 
     def _watch(self, op: int) -> None:
         dog = self._watchdog
@@ -331,7 +349,7 @@ class TransferActor:
         self.look_at_clock()
 
     def look_at_clock(self) -> None:
-        """Tell the tree of copies between the tiers that take too long, once each."""
+        """Tell the tree of copies that take too long, once each."""
         dog, waiting = self._watchdog, self._deadlines
         if dog is None or self._domain.stopped is not None:
             return

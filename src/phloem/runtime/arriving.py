@@ -31,8 +31,9 @@ class Arriving(Publishing):
         Before that, what is only on the host is loaded. If that fails, the request stands on less
         than it was promised: the match that is returned says so, and `allocate` is called again for
         the room that is missing now. For a model with states `allocate` comes first, since the copy
-        needs the working slot. A cancelled caller may abort right after: the slot stays parked
-        until the copy has ended.
+        needs the working slot. Raises `CopyFailed` when that copy fails; if it takes too long, the
+        slot is given up, too, and `allocate` is called again for another. A cancelled caller may
+        abort right after: the slot stays parked until the copy has ended.
 
         With `layer` it waits only until model layers 0 to `layer` can be read. Passes may run on
         them from then on, but they are provisional: call `ready()` after them and before
@@ -55,8 +56,7 @@ class Arriving(Publishing):
             return self.match  # it takes too long: `allocate` comes next, also for another slot
         if self._core.has_states and self._state_at != self.computed:
             slot = self._slot_for_state()
-            await self._core.call(m.Prepare(self._lease, slot, self._touching(slot)))
-            self._check_alive()
+            await self._copied_to(slot, m.Prepare(self._lease, slot, self._touching(slot)))
             self._state_at, self._state_lag = self.boundary, 0
         self.status = "running"
         return self.match

@@ -62,7 +62,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `write_policy` says when data is copied there: "write_through" at its first use, "selective" at
     its second, "write_back" when it leaves the device. The states named in `int8_states` are kept
     there as 8-bit codes, the others exactly. Nobody waits longer than `copy_timeout_s` for a copy
-    between the tiers; what it was to bring is computed instead.
+    that could begin: what one between the tiers was to bring is computed instead, and of one on the
+    device (the private copy of a state) the caller is told by `CopyFailed`.
     """
 
     layout: ModelLayout

@@ -175,8 +175,8 @@ class Request(Arriving):
             if snapshot is None or slot is None:
                 raise InvalidRequest(f"no snapshot of the state at {position}")
             self._state_at = None
-            await self._core.call(m.CopyWorkingState(snapshot.slot, slot, self.id, self.fences()))
-            self._check_alive()
+            copy = m.CopyWorkingState(snapshot.slot, slot, self.id, self.fences())
+            await self._copied_to(slot, copy)
             self._state_at, self._state_lag = position, 0
         self._key = self._key.cut(position)
         self.prompt_tokens = min(self.prompt_tokens, position)

@@ -17,7 +17,7 @@ from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.cuda_streams.engine import Fence
 from phloem.cuda_streams.landing import Landing
-from phloem.errors import InvalidRequest, StaleHandle
+from phloem.errors import CopyFailed, InvalidRequest, StaleHandle
 from phloem.events import Refused, RequestEnded
 from phloem.runtime.holding import Holding
 
@@ -199,6 +199,20 @@ class Standing:
             if self._lease.live and self._former_generation:
                 return None
             raise
+
+    async def _copied_to(self, slot: int, copy: m.Message) -> None:
+        """Have the working slot written.
+
+        Raises `CopyFailed`; if the copy takes too long, it may write the slot at any time, so that
+        is the request's no more.
+        """
+        try:
+            await self._core.call(copy)
+        except CopyFailed:
+            if not self._over and slot == self.state_slot and self._core.touching((slot,), ()):
+                self._holding.drop_working(self.fences())
+            raise
+        self._check_alive()
 
     def _give_up_landing(self) -> None:
         """No pass waits any longer for what is on its way: nobody wants its results."""

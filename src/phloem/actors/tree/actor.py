@@ -36,7 +36,7 @@ from phloem.actors.tree.tree import Actions, InsertResult, Tree
 from phloem.actors.tree.tree import Evicted as EvictedFigures
 from phloem.actors.tree.tree import Match as MatchResult
 from phloem.cuda_streams.fences import Fence
-from phloem.errors import InvalidRequest, StaleHandle
+from phloem.errors import CopyFailed, InvalidRequest, StaleHandle
 from phloem.events import Sink
 
 __all__ = ["TreeActor"]
@@ -107,6 +107,7 @@ class TreeActor:
             m.Fork: self._on_fork,
             m.Join: self._on_join,
             m.Copied: self._on_copied,
+            m.TimedOut: self._on_timed_out,
             m.Evict: self._on_evict,
             m.MakeRoom: self._on_make_room,
             EvictExcessPathStates: self._on_evict_excess,
@@ -416,7 +417,8 @@ class TreeActor:
 
     def _on_await_copy(self, message: m.AwaitCopy) -> object:
         operation = message.operation
-        return None if operation.ended else self._later(operation, hears_errors=False)
+        over = operation.ended or operation.error is not None
+        return None if over else self._later(operation, hears_errors=False)
 
     def _on_read_by(self, message: m.ReadBy) -> None:
         for number in self.tree.loads_of(message.lease):
@@ -455,16 +457,30 @@ class TreeActor:
             if self.tree.sweeping:
                 self._domain.send(self, m.Sweep())
             return
-        operation.ended, operation.error = True, message.error
-        if message.error is None:  # else the state is needed once more
-            self._read_state(operation.lease)
+        operation.ended = True
+        if operation.error is None:  # nobody has given it up
+            operation.error = message.error
+            if message.error is None:  # else the state is needed once more
+                self._read_state(operation.lease)
+            self._answer_copied(operation)
+
+    def _on_timed_out(self, message: m.TimedOut) -> None:
+        operation = self.operations.get(message.op)
+        if operation is not None:
+            what = f"copy {message.op} takes too long; what it touches is in use until its end"
+            operation.error = CopyFailed(what)
+            self._answer_copied(operation)
+        elif self.tiers is not None:
+            self.tiers.timed_out(message)
+
+    def _answer_copied(self, operation: m.CopyOperation) -> None:
         for reply, hears_errors in operation.replies:
             if reply.done or reply.abandoned:
                 continue
-            if message.error is None or not hears_errors:
+            if operation.error is None or not hears_errors:
                 self._domain.complete(reply, operation.number)
             else:
-                self._domain.fail(reply, message.error)
+                self._domain.fail(reply, operation.error)
 
     def _read_state(self, lease: Lease | None) -> None:
         """A request has its own copy of the state that it leased."""

@@ -65,7 +65,6 @@ class Tiering:
             m.NotReserved: self._on_not_reserved,
             m.MakeHostRoom: self._on_make_host_room,
             m.AwaitLoad: self._on_await_load,
-            m.TimedOut: self._on_timed_out,
         }
 
     def connect(self, host_allocator: Actor) -> None:
@@ -173,7 +172,8 @@ class Tiering:
             self._went(well=error is None, for_good=isinstance(error, EngineDead))
         self._let_waiters_retry()
 
-    def _on_timed_out(self, message: m.TimedOut) -> None:
+    def timed_out(self, message: m.TimedOut) -> None:
+        """The copy of an operation takes too long: nobody waits for it any longer."""
         if message.op not in self._tree.operations.live:
             return  # it has ended meanwhile
         ended, actions = self._tree.give_up(message.op)

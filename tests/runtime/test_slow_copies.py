@@ -1,0 +1,144 @@
+"""Copies on the device that hang: whoever waits for one is told, and its memory is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from serving import PAGE, House, compute, house, opened, run, seed
+
+from phloem import CopyFailed, TransferFailed
+from phloem.cuda_streams.engine import Ticket
+
+PROMPT = run(1, 3 * PAGE + 1)
+END = 3 * PAGE
+
+
+class Hang:
+    """Copies whose labels begin so hang until they are let go."""
+
+    def __init__(self, here: House, kind: str) -> None:
+        self._kind = kind
+        self._go = threading.Event()
+        here.cache._engine.fault = self  # type: ignore[union-attr]  # a ThreadEngine
+
+    def __call__(self, ticket: Ticket, layer: int) -> None:
+        if layer == 0 and ticket.batch.label.startswith(self._kind):
+            assert self._go.wait(30)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+@asynccontextmanager
+async def hanging(inline: bool, kind: str) -> AsyncIterator[tuple[House, Hang]]:
+    """PROMPT is known; from now on copies of a kind hang. At the end all has come back."""
+    async with house(inline=inline, copy_timeout_s=0.03) as here:
+        await seed(here, PROMPT[:END])
+        hang = Hang(here, kind)
+        try:
+            yield here, hang
+        finally:
+            hang.let_go()
+        await here.settled()
+        assert not here.cache.core.tree_actor.operations
+
+
+@pytest.mark.parametrize("kind", ["copy_state", "clear_state"])
+async def test_ready_does_not_wait_for_a_private_copy_that_hangs(inline: bool, kind: str) -> None:
+    async with hanging(inline, kind) as (here, hang):
+        prompt = PROMPT if kind == "copy_state" else run(100, 2 * PAGE)
+        request = await here.cache.open_request(prompt)
+        await request.allocate(len(prompt) - request.computed)
+        slot = request.state_slot
+        with pytest.raises(CopyFailed, match="takes too long"):
+            await asyncio.wait_for(request.ready(), 5)
+        assert request.state_slot is None, "it may be written at any time"
+        await here.cache.audit()
+        assert slot not in here.cache.core.ledger.state.free_places
+        hang.let_go()
+        await here.settled()
+        assert slot in here.cache.core.ledger.state.free_places
+        await request.allocate(len(prompt) - request.computed)
+        await request.ready()
+        await compute(here, request, prompt, len(prompt))
+        await request.finish()
+
+
+async def test_a_state_is_kept_for_who_needs_it_once_more(inline: bool) -> None:
+    """The late end of the copy that was given up does not end the protection of its source."""
+    async with hanging(inline, "copy_state") as (here, hang):
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(1)
+        with pytest.raises(CopyFailed):
+            await asyncio.wait_for(request.ready(), 5)
+        hang.let_go()
+        await here.settled()
+        await here.cache.evict(states=99)
+        await request.allocate(1)
+        assert (await request.ready()).usable == END
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+async def test_a_pass_on_a_copy_that_hangs_is_told(inline: bool) -> None:
+    async with hanging(inline, "copy_state") as (here, hang):
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(1)
+        landing = await request.landing()
+        step = here.cache.step([request], stream=here.stream)
+        work = here.stream.run(landing.wait, 3, here.stream)
+        step.launched({request: len(PROMPT)})
+        step.end()
+        with pytest.raises(TransferFailed) as failed:
+            await asyncio.wait_for(request.ready(), 5)
+        assert failed.value.tokens_ok == END == request.computed and request.state_slot is None
+        with pytest.raises(CopyFailed, match="given up"):
+            await asyncio.wait_for(asyncio.wrap_future(work), 5)
+        hang.let_go()
+        await request.allocate(1)
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+async def test_a_checkpoint_and_a_fork_do_not_wait(inline: bool) -> None:
+    async with hanging(inline, "nothing") as (here, _):
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, len(PROMPT))
+        hang = Hang(here, "copy_")
+        with pytest.raises(CopyFailed, match="takes too long"):
+            await asyncio.wait_for(request.fork(), 5)
+        hang.let_go()
+        await here.settled()
+        other = run(200, 2 * PAGE)
+        second = await opened(here, other)
+        await compute(here, second, other, PAGE)
+        hang = Hang(here, "copy_")
+        with pytest.raises(CopyFailed, match="takes too long"):
+            await asyncio.wait_for(second.checkpoint(state=True), 5)
+        hang.let_go()
+        second.abort()
+        await request.finish()
+
+
+async def test_a_copy_that_waits_for_a_long_pass_is_no_slow_copy(inline: bool) -> None:
+    async with hanging(inline, "nothing") as (here, _):
+        prompt = run(200, 2 * PAGE)
+        request = await opened(here, prompt)
+        go = threading.Event()
+        before = here.stream.run(go.wait, 30)
+        with here.cache.step([request], stream=here.stream) as step:
+            here.stream.run(lambda: None)
+            step.launched({request: PAGE})
+        checkpoint = asyncio.create_task(request.checkpoint(state=True))
+        await asyncio.sleep(0.1)
+        assert not checkpoint.done()
+        go.set()
+        published = await asyncio.wait_for(checkpoint, 5)
+        assert published is not None and published.state == "adopted" and before.result()
+        request.abort()
+        await here.cache.reset()  # what the pass wrote is nothing
