@@ -27,12 +27,17 @@ STARTS = (0, 100_000, 200_000, 300_000, 400_000)
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, which occurs once in the file, becomes `new`."""
+    """`old`, which occurs once in the file, becomes `new`.
+
+    `needs`: faults and uses without which it changes nothing, and "host" for a host tier. Seeds
+    that lack one are counted and not run.
+    """
 
     name: str
     file: str
     old: str
     new: str
+    needs: tuple[str, ...] = ()
 
 
 DOMAIN = "actors/domain.py"
@@ -68,6 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
         DOMAIN,
         "if self._room and len(queue) + self._let_in < self._capacity:",
         "if False and self._let_in:",
+        ("narrow",),
     ),
     Mutant(
         "what a turn sent last is handled first",
@@ -92,6 +98,7 @@ MUTANTS: tuple[Mutant, ...] = (
         DOMAIN,
         "self._admit()  # the room given to this caller goes to the next one",
         "pass",
+        ("narrow", "cancel"),
     ),
     Mutant(
         "draining stops after one batch",
@@ -219,6 +226,7 @@ MUTANTS: tuple[Mutant, ...] = (
         TREE_CORE,
         "        if lease.generation != self.generation:\n            raise StaleHandle(",
         "        if lease.generation == -1:\n            raise StaleHandle(",
+        ("reset",),
     ),
     Mutant(
         "a split leaves the upper part unprotected",
@@ -262,120 +270,140 @@ MUTANTS: tuple[Mutant, ...] = (
         TRANSFER,
         "        after = tuple(self._writing)\n",
         "        after = ()\n",
+        ("host",),
     ),
     Mutant(
         "a copy between the tiers that failed counts as done",
         TIERING,
         "self._tree.copied(message.op, error is None, pages_ok=rows_ok)",
         "self._tree.copied(message.op, True, pages_ok=rows_ok)",
+        ("host",),
     ),
     Mutant(
         "what a backup reads is not protected",
         LOADING,
         "if not source.leaving and not source.state_leaving:",
         "if source.leaving and not source.state_leaving:",
+        ("host",),
     ),
     Mutant(
         "nothing protects what is read when the tier is closed",
         LOADING,
-        "                elif operation.phase == \"submitted\":",
-        "                elif operation.phase == \"never\":",
+        '                elif operation.phase == "submitted":',
+        '                elif operation.phase == "never":',
+        ("host",),
     ),
     Mutant(
         "what is planned when the tier is closed is copied",
         LOADING,
-        "                if operation.phase == \"planned\":",
-        "                if operation.phase == \"never\":",
+        '                if operation.phase == "planned":',
+        '                if operation.phase == "never":',
+        ("host",),
     ),
     Mutant(
         "a match counts what a closed tier has",
         TREE_CORE,
         "            if self.host_closed:\n",
         "            if False:\n",
+        ("host",),
     ),
     Mutant(
         "pages leave before they are copied",
         SHEDDING,
         "if part.leaving and not part.leaving_children and not self._lacks_copy(node):",
         "if part.leaving and not part.leaving_children:",
+        ("host",),
     ),
     Mutant(
         "a reset frees what backups read",
         SHEDDING,
         "            if reads:\n                self._keep_source(operation)",
         "            if not reads:\n                self._keep_source(operation)",
+        ("host", "reset"),
     ),
     Mutant(
         "a load of a former generation is published",
         LOADING,
         "        if operation.generation != self.generation or not (",
         "        if operation.generation == -1 or not (",
+        ("host", "reset"),
     ),
     Mutant(
         "a load is published before the one that it requires",
         LOADING,
         "waits = operation.requires in self.operations.live and (ok or good_pages > 0)",
         "waits = operation.requires in self.operations.live and good_pages > 0 and not ok",
+        ("host",),
     ),
     Mutant(
         "a split of a node moves the pages of its copy",
         OPERATIONS,
         "pieces[node.id] = Piece(node, first + pages, count - pages)",
         "pieces[node.id] = Piece(node, first, count - pages)",
+        ("host",),
     ),
     Mutant(
         "a place for a state is lost when its copy fails",
         BACKING,
         "        if operation.slot != NO_SLOT:\n            actions.append(free(",
         "        if operation.slot == -1:\n            actions.append(free(",
+        ("host",),
     ),
     Mutant(
         "room that came too late is lost",
         LOADING,
         "            if pages:\n                back.append(",
         "            if not pages:\n                back.append(",
+        ("host",),
     ),
     Mutant(
         "who waits for a load is not woken",
         TIERING,
         "        if lease is not None and lease.load:\n            return",
         "        if lease is not None and lease.live:\n            return",
+        ("host",),
     ),
     Mutant(
         "who waits for room does not hear of loads without room",
         TIERING,
         "        if ended.moved:  # what",
         "        if False:  # what",
+        ("host",),
     ),
     Mutant(
         "who waits for what is kept now is not told",
         TIERING,
         "            host.stayed = False\n            self._let_waiters_retry()",
         "            host.stayed = False",
+        ("host",),
     ),
     Mutant(
         "a request believes a load that failed",
         ARRIVING,
         "        if boundary < self.computed:\n",
         "        if boundary < -1:\n",
+        ("host",),
     ),
     Mutant(
         "reservations of the host overtake",
         HOST_ALLOCATOR,
         "        elif not self._asking and self._fits(action):",
         "        elif self._fits(action):",
+        ("host",),
     ),
     Mutant(
         "host pages that are the only copy may go",
         HOST,
         "        and not part.pins\n",
         "        and part.pins >= 0\n",
+        ("host",),
     ),
     Mutant(
         "who uses what is leaving does not keep it",
         HOST,
         "            self.stay(node)\n        else:\n            self._pin(node)",
         "            pass\n        else:\n            self._pin(node)",
+        ("host",),
     ),
     # -- requests
     Mutant(
@@ -425,48 +453,56 @@ MUTANTS: tuple[Mutant, ...] = (
         REQUEST,
         "        self._holding.give_back(pages, states, fences, self._holding.own_spans)\n",
         "        self._holding.give_back(pages, states, (), self._holding.own_spans)\n",
+        ("suspend",),
     ),
     Mutant(
         "a suspended request's lease goes before its steps",
         REQUEST,
         "core.release_lease_after(self._lease, fences)",
         "core.release_lease_after(self._lease, ())",
+        ("suspend",),
     ),
     Mutant(
         "rejected drafts stay in the key",
         REQUEST,
         "        self._key = self._key.cut(position)\n",
         "        pass\n",
+        ("drafts",),
     ),
     Mutant(
         "rejected drafts count as computed",
         REQUEST,
         "        self.computed = min(self.computed, position)\n",
         "        pass\n",
+        ("drafts",),
     ),
     Mutant(
         "a pass on data that did not arrive counts as computed",
         ARRIVING,
         "        self.computed = promised\n",
         "        pass\n",
+        ("early",),
     ),
     Mutant(
         "a pass does not wait for what it runs on",
         ARRIVING,
         "            named.wait(fence)\n",
         "            pass\n",
+        ("early",),
     ),
     Mutant(
         "one page of a window too many is given back",
         HOLDING,
         "            end = min(span.needs_from(boundary) // self._page_size, len(table))\n",
         "            end = min(span.needs_from(boundary) // self._page_size + 1, len(table))\n",
+        ("windows",),
     ),
     Mutant(
         "an abandoned pass counts as computed",
         REQUEST,
         "            self.computed = start\n        self._state_at = None",
         "            pass\n        self._state_at = self.computed",
+        ("abandon",),
     ),
     Mutant(
         "a grant that nobody heard of is kept",
@@ -481,11 +517,15 @@ HUNT = """
 import json, sys, torch
 torch.set_num_threads(1)
 from phloem.runtime.simulation.campaign import plan_for, run_plan
-found = []
+found, needs = [], set(json.loads(sys.argv[3]))
 for start in json.loads(sys.argv[1]):
     for number in range(int(sys.argv[2])):
+        plan = plan_for(start + number)
+        there = {*plan.uses, *plan.faults.on, *(("host",) if plan.config.host_bytes else ())}
+        if not needs <= there:
+            continue
         try:
-            run_plan(plan_for(start + number))
+            run_plan(plan)
         except Exception as error:
             cause = getattr(error, "error", error)
             found.append([number + 1, f"{type(cause).__name__}: {str(cause).splitlines()[0]}"])
@@ -516,7 +556,14 @@ def hunt(mutant: Mutant, starts: tuple[int, ...] = STARTS, seeds_max: int = SEED
         assert text.count(mutant.old) == 1, f"{mutant.name}: its line is not in {mutant.file} once"
         file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, "-c", HUNT, json.dumps(starts), str(seeds_max)],
+            [
+                sys.executable,
+                "-c",
+                HUNT,
+                json.dumps(starts),
+                str(seeds_max),
+                json.dumps(mutant.needs),
+            ],
             env={"PYTHONPATH": folder, "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,

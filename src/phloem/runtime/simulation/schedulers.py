@@ -166,11 +166,14 @@ class Server:
         await self._room_for(job, request, end)
         doubts: list[Violation] = []
         setbacks = request.setbacks
-        with suppress(StepFailed):
+        try:
             await self._compute(Chunk(request, tokens, start, end, None, doubts), wait=True)
-            await self._ready(job, request)
-            if doubts and request.setbacks == setbacks:
-                self.model.fail(doubts[0])
+        except StepFailed:
+            await self._steps_over(request)  # it counts for nothing, and it may still run
+            return
+        await self._ready(job, request)
+        if doubts and request.setbacks == setbacks:
+            self.model.fail(doubts[0])
 
     async def _prefill(self, job: Job, request: Request, tokens: TaggedTokens) -> None:
         while request.computed < len(tokens):
