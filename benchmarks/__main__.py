@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import copies, events, evictions, operations, scale, serving
+from benchmarks import copies, events, evictions, matching, operations, scale, serving
 
 SECTIONS = (
     "nodes",
     "tokens",
+    "matching",
     "hops",
     "leaves",
     "policies",
@@ -68,6 +69,17 @@ def _by_hop(results: dict[str, Any]) -> None:
             f"{loop[name]['1']:13.2f}{loop[name]['16']:8.2f}" for loop in figures.values()
         )
         print(f"  {name:28}{cells}")
+
+
+def _by_matching(results: dict[str, Any]) -> None:
+    _tell("matching, conversion included")
+    figures = results["matching"] = matching.matching()
+    print(f"\n{'matching, 10,000 nodes':58} {'measured':>10} {'target':>10}")
+    for target in matching.TARGETS:
+        value = figures[target.name]
+        bound = f"{'>=' if target.at_least else '<='} {target.bound:,g}"
+        met = "met" if target.met(value) else "NOT MET"
+        print(f"  {target.text:56} {value:10,.1f} {bound:>10}  {met}")
 
 
 def _by_leaves(results: dict[str, Any]) -> None:
@@ -169,6 +181,7 @@ def main() -> None:
     run = {
         "nodes": _by_nodes,
         "tokens": _by_tokens,
+        "matching": _by_matching,
         "hops": _by_hop,
         "leaves": _by_leaves,
         "policies": _by_policies,

@@ -51,7 +51,7 @@ def summary(samples_ns: Sequence[int]) -> Summary:
 
 
 class GcWatch:
-    """Counts the collector's pauses while it is open."""
+    """Counts the collector's pauses while it is open, in CPU time: others may have the core."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -68,9 +68,9 @@ class GcWatch:
     def _note(self, phase: str, info: Mapping[str, int]) -> None:
         del info
         if phase == "start":
-            self._begun = wall_clock()
+            self._begun = cpu_clock()
             return
-        pause = wall_clock() - self._begun
+        pause = cpu_clock() - self._begun
         self.total_ns += pause
         self.longest_ns = max(self.longest_ns, pause)
 

@@ -102,7 +102,7 @@ class Domain:
         *,
         inline: bool = True,
         capacity: int = 4096,
-        inline_max: int = 256,
+        inline_max: int = 8,
         batch: int = 256,
         on_crash: Callable[[BaseException], None] | None = None,
         caller_context: Callable[[], Context] | None = None,
