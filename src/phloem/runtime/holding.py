@@ -44,6 +44,11 @@ class Holding:
         self.copying = 0  # the slot that receives a copy of the working state for a checkpoint
 
     @property
+    def is_bare(self) -> bool:
+        """It was never given anything: all its pages are the tree's."""
+        return not self.account
+
+    @property
     def room(self) -> int:
         """Tokens for which there are pages."""
         return len(self.pages) * self._page_size

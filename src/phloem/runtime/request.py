@@ -94,13 +94,17 @@ class Request(Arriving):
     async def advance(self) -> Match:
         """Take over what others have published meanwhile, KV and state of one boundary together.
 
-        The pages that it replaces go back; unused room stays. Raises `InvalidRequest` while the
-        request has a step that is not over. Returns the match it stands on. After a reset there is
-        nothing to take over.
+        The pages that it replaces go back; unused room stays. A request that has no room yet, and
+        was refused a load because others waited for some, asks for it again when nobody does.
+        Raises `InvalidRequest` while the request has a step that is not over. Returns the match it
+        stands on. After a reset there is nothing to take over.
         """
         self._check_alive()
         self._check_no_steps("advance")
         if self._former_generation or self._loads or self._begun is not None:
+            return self.match
+        if self.status == "open" and self.match.why_not == "refused" and self._may_load_now:
+            await self._load_after_all()
             return self.match
         match = self._run_unless_reset(
             m.Advance(self._lease, self.computed, max(0, self.prompt_tokens - 1))
@@ -292,23 +296,43 @@ class Request(Arriving):
             raise StaleHandle(f"{self} is over")
         if not self._is_suspended():
             raise InvalidRequest(f"{self} is not suspended")
-        core = self._core
-        message = structs.replace(self._opened, key=self._key, limit=max(0, self._key.length - 1))
-        answer = await core.call(message, undo_lease(core))
-        lease, match = lease_and_match(answer)
-        match = standing_on(lease, match)
-        if not self._is_suspended():  # ended, or resumed by another task meanwhile
-            core.release_lease(lease)
+        if not await self._open_again(max(0, self._key.length - 1)):
             raise StaleHandle(f"{self} was ended or resumed meanwhile")
+        self._tokens_reused += self.computed
+        self.status = "open"
+        return self.match
+
+    @property
+    def _may_load_now(self) -> bool:
+        """It holds nothing that would stand in the way, and nobody waits who comes first."""
+        return self._holding.is_bare and not self._core.ledger.waiting
+
+    async def _load_after_all(self) -> None:
+        before = self.computed
+        if not await self._open_again(self._opened.limit):
+            self._check_alive()
+            return  # it has got room meanwhile
+        self._tokens_reused += self.computed - before
+
+    async def _open_again(self, limit: int) -> bool:
+        """Stand on what is cached by now of all tokens so far; nothing but a lease may be held.
+
+        False, with nothing changed, if somebody else has changed the request meanwhile.
+        """
+        core, status, holding = self._core, self.status, self._holding
+        message = structs.replace(self._opened, key=self._key, limit=limit)
+        lease, match = lease_and_match(await core.call(message, undo_lease(core)))
+        if self.status != status or self._holding is not holding or not holding.is_bare:
+            core.release_lease(lease)
+            return False
         if not self._lease_given_up:
             core.release_lease(self._lease)
-        self._lease, self._lease_given_up, self.match = lease, False, match
+        self._lease, self._lease_given_up = lease, False
+        self.match = standing_on(lease, match)
         self._holding = holding_under(core, lease)
         self._loads = bool(lease.load)
-        self._tokens_reused += match.usable
-        self.computed = match.usable
-        self.status = "open"
-        return match
+        self.computed = self.match.usable
+        return True
 
     async def fork(self, name: str | None = None) -> Request:
         """A second request that continues from here with its own private state.
