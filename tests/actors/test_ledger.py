@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from phloem.actors.actions import TREE, Ids
-from phloem.actors.ledger import FREE, PARKED, Ledger, Pool
+from phloem.actors.ledger import Ledger
+from phloem.actors.places import FREE, PARKED, Pool
 from phloem.errors import InvalidRequest, OwnershipError
 
 # Few enough for a loop, enough for numpy, enough for numpy to look for repetitions too.

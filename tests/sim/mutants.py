@@ -41,8 +41,8 @@ class Mutant:
 
 
 DOMAIN = "actors/domain.py"
-LEDGER = "actors/ledger.py"
 ALLOCATOR = "actors/allocator.py"
+WAITING = "actors/waiting.py"
 TRANSFER = "actors/transfer.py"
 ACTOR = "actors/tree/actor.py"
 TREE = "actors/tree/tree.py"
@@ -121,9 +121,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "newcomers overtake",
-        ALLOCATOR,
-        "(self._holders if holder else self._newcomers).append(waiter)",
-        "(self._holders if holder else self._newcomers).appendleft(waiter)",
+        WAITING,
+        "self._class_of(waiter).append(waiter)",
+        "self._class_of(waiter).appendleft(waiter)",
     ),
     Mutant(
         "who fits is served before who waits",

@@ -9,7 +9,6 @@ whoever fits is served, else the youngest holder is refused.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
@@ -32,9 +31,10 @@ from phloem.actors.messages import (
 )
 from phloem.actors.refusals import pool_figures
 from phloem.actors.tree.tree import TreeFigures
+from phloem.actors.waiting import Waiter, WaitingLine
 from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, NoRoom, PoolFigures, StaleHandle
-from phloem.events import Context, Freed, Granted, Parked, Refused, Sink, Waited
+from phloem.events import Freed, Granted, Parked, Refused, Sink, Waited
 
 __all__ = ["AllocatorActor", "Grant", "TreeView"]
 
@@ -78,29 +78,6 @@ class TreeView:
         self.sweeping = sweeping
 
 
-class _Waiter:
-    __slots__ = ("asked", "context", "holder", "message", "op", "patient", "reply", "tried")
-
-    def __init__(
-        self,
-        message: Allocate,
-        reply: Reply,
-        holder: bool,
-        asked: int,
-        context: Context,
-        op: int = 0,
-        patient: bool = False,
-    ) -> None:
-        self.message = message
-        self.reply = reply
-        self.holder = holder
-        self.asked = asked  # the turn of its message ...
-        self.context = context  # ... and what its caller had bound
-        self.op = op  # of the tree's operation that asks, which is answered by message; 0: a caller
-        self.patient = patient  # it waits for room that copies in flight will free, no longer
-        self.tried = False  # the tree could not help since anything last changed
-
-
 class AllocatorActor:
     """One allocator for one tier. Only it takes from the pools and gives back to them."""
 
@@ -114,9 +91,8 @@ class AllocatorActor:
         self._view = view
         self._emit = emit
         self._tree: Actor | None = None
-        self._holders: deque[_Waiter] = deque()
-        self._newcomers: deque[_Waiter] = deque()
-        self._asking: _Waiter | None = None  # for whom the tree is making room
+        self._line = WaitingLine()
+        self._asking: Waiter | None = None  # for whom the tree is making room
         self._moved = False  # something has changed since it was asked
         self.handlers: Handlers = {
             Allocate: self._on_allocate,
@@ -136,11 +112,11 @@ class AllocatorActor:
     @property
     def waiting(self) -> int:
         """Allocations that wait."""
-        return len(self._holders) + len(self._newcomers)
+        return len(self._line)
 
     def queue(self) -> Iterator[Allocate]:
         """The allocations that wait and whose callers are still there, in the order of service."""
-        for waiter in self._waiters():
+        for waiter in self._line.all():
             yield waiter.message
 
     # -- granting ------------------------------------------------------------------------------
@@ -153,7 +129,7 @@ class AllocatorActor:
         if not pages and not states and not any(spans):
             none: Ids = array("i")  # nothing opens no account: nobody would ever close it
             return Grant(ledger, message.account, message.owner, none, none[:])
-        ahead = self._holders or self._newcomers
+        ahead = self._line.holders or self._line.newcomers
         fits = not ahead and ledger.fits(pages, states, last=not message.evict)
         if fits and not spans:
             return self._grant(message, self._domain.turns)
@@ -165,8 +141,8 @@ class AllocatorActor:
             raise self._no_room(message)
         holder = self._is_holder(message)
         reply = self._domain.later()
-        waiter = _Waiter(message, reply, holder, self._domain.turns, self._domain.context)
-        (self._holders if holder else self._newcomers).append(waiter)
+        waiter = Waiter(message, reply, holder, self._domain.turns, self._domain.context)
+        self._line.join(waiter)
         reply.on_abandoned = partial(self._left, waiter)
         self._pump()
         if not reply.done and message.wait and self._emit is not None:
@@ -193,16 +169,16 @@ class AllocatorActor:
         message = Allocate(action.pages, action.states, f"op {action.op}")
         assert self._tree is not None
         too_much = not ledger.ever_fits(action.pages, action.states)
-        if too_much or self._holders or self._newcomers:
+        if too_much or self._line:
             domain.send(self._tree, NotReserved(action.op))
             return
-        waiter = _Waiter(
+        waiter = Waiter(
             message, Reply(), False, domain.turns, domain.context, action.op, action.wait
         )
-        self._newcomers.append(waiter)
+        self._line.join(waiter)
         self._pump()
 
-    def _fits(self, waiter: _Waiter) -> bool:
+    def _fits(self, waiter: Waiter) -> bool:
         message, ledger = waiter.message, self._ledger
         fits = ledger.fits(message.pages, message.states, last=waiter.tried)
         return fits and not (message.spans and any(ledger.spans_short(message.spans)))
@@ -251,7 +227,7 @@ class AllocatorActor:
     def _pump(self) -> None:
         """Serve those who wait, in order, until the first one who cannot be served."""
         while self._asking is None:
-            waiter = self._head()
+            waiter = self._line.head()
             if waiter is None:
                 break
             if self._fits(waiter):
@@ -266,11 +242,11 @@ class AllocatorActor:
             elif not self._break_deadlock():
                 self._refuse_impatient(behind=waiter)
                 break
-        self._ledger.waiting = self.waiting
+        self._ledger.waiting = len(self._line)
 
-    def _refuse_impatient(self, behind: _Waiter) -> None:
+    def _refuse_impatient(self, behind: Waiter) -> None:
         """Who does not wait is not kept behind one who does."""
-        for other in self._waiters():
+        for other in self._line.all():
             if other is not behind and not other.message.wait:
                 self._refuse(other)
 
@@ -282,21 +258,8 @@ class AllocatorActor:
             and message.states <= ledger.state.free + tree.states_leaving
         )
 
-    def _head(self) -> _Waiter | None:
-        for queue in (self._holders, self._newcomers):
-            while queue and (queue[0].reply.abandoned or queue[0].reply.done):
-                queue.popleft()
-            if queue:
-                return queue[0]
-        return None
-
-    def _waiters(self) -> list[_Waiter]:
-        """Those who wait, in the order of service."""
-        waiting = (*self._holders, *self._newcomers)
-        return [w for w in waiting if not w.reply.abandoned and not w.reply.done]
-
-    def _serve(self, waiter: _Waiter) -> None:
-        self._remove(waiter)
+    def _serve(self, waiter: Waiter) -> None:
+        self._line.leave(waiter)
         others, self._domain.context = self._domain.context, waiter.context
         grant = self._grant(waiter.message, waiter.asked)
         if waiter.op:
@@ -307,8 +270,8 @@ class AllocatorActor:
             self._domain.complete(waiter.reply, grant)
         self._domain.context = others
 
-    def _refuse(self, waiter: _Waiter, *, deadlock: bool = False) -> None:
-        self._remove(waiter)
+    def _refuse(self, waiter: Waiter, *, deadlock: bool = False) -> None:
+        self._line.leave(waiter)
         others, self._domain.context = self._domain.context, waiter.context
         error = self._no_room(waiter.message, deadlock=deadlock, asked=waiter.asked)
         if waiter.op:
@@ -318,14 +281,7 @@ class AllocatorActor:
             self._domain.fail(waiter.reply, error)
         self._domain.context = others
 
-    def _remove(self, waiter: _Waiter) -> None:
-        queue = self._holders if waiter.holder else self._newcomers
-        if queue[0] is waiter:
-            queue.popleft()
-        else:
-            queue.remove(waiter)
-
-    def _ask(self, waiter: _Waiter) -> None:
+    def _ask(self, waiter: Waiter) -> None:
         assert self._tree is not None
         waiter.tried = True
         self._asking = waiter
@@ -350,26 +306,25 @@ class AllocatorActor:
         """Something may be possible now that was not before."""
         if self._asking is not None:
             self._moved = True  # the tree's answer is on its way, and with it comes a look around
-        elif self._holders or self._newcomers:
+        elif self._line:
             self._untry()
             self._pump()
 
     def _untry(self) -> None:
         """The tree may be able to help again, also the one it was asked for: by less, perhaps."""
         self._moved = False
-        for waiter in (*self._holders, *self._newcomers):
-            waiter.tried = False
+        self._line.untry()
 
     def _on_withdraw(self, message: Withdraw) -> None:
-        for waiter in self._waiters():
+        for waiter in self._line.all():
             if waiter.message.owner == message.owner:
-                self._remove(waiter)
+                self._line.leave(waiter)
                 self._tell_refused(waiter, "ended")
                 ended = StaleHandle(f"{message.owner!r} ended while it waited for room")
                 self._domain.fail(waiter.reply, ended)
         self._changed()
 
-    def _left(self, waiter: _Waiter) -> None:
+    def _left(self, waiter: Waiter) -> None:
         """A waiter has left, cancelled or out of time, which may let the next one go on."""
         self._tell_refused(waiter, "left")
         if self._domain.stopped is None:
@@ -380,7 +335,7 @@ class AllocatorActor:
         ledger = self._ledger
         if any(pool.parked for pool in ledger.pools) or self._view.sweeping():
             return False
-        waiters = [waiter for waiter in self._waiters() if waiter.message.wait]
+        waiters = [waiter for waiter in self._line.all() if waiter.message.wait]
         holding = self._holding()
         if "" in holding or not holding <= {waiter.message.owner for waiter in waiters}:
             return False  # somebody may give back; who gave no name may be anybody
@@ -412,7 +367,7 @@ class AllocatorActor:
             )
         return error
 
-    def _tell_refused(self, waiter: _Waiter, why: str) -> None:
+    def _tell_refused(self, waiter: Waiter, why: str) -> None:
         if self._emit is not None and waiter.message.wait:
             self._emit(
                 Refused(

@@ -20,7 +20,8 @@ from itertools import pairwise
 import numpy as np
 
 from phloem.actors.actions import TREE, Component, Ids
-from phloem.actors.ledger import FREE, PARKED, Ledger, Pool
+from phloem.actors.ledger import Ledger
+from phloem.actors.places import FREE, PARKED, Pool
 from phloem.errors import InvalidRequest
 
 __all__ = ["FramePool", "Frames", "SharedLedger"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phloem.actors.ledger import Pool
+from phloem.actors.places import Pool
 from phloem.actors.tree.results import TreeFigures
 
 __all__ = ["PoolStats", "Stats", "pool_stats"]

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from phloem.actors.actions import TREE
-from phloem.actors.ledger import PARKED
+from phloem.actors.places import PARKED
 from phloem.events import (
     Acquired,
     CopyDropped,

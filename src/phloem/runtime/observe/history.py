@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from phloem.actors.actions import TREE
-from phloem.actors.ledger import FREE, PARKED
+from phloem.actors.places import FREE, PARKED
 from phloem.errors import InvalidRequest
 from phloem.events import (
     Change,

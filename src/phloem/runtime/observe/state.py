@@ -9,7 +9,8 @@ from itertools import groupby
 import msgspec
 
 from phloem.actors.actions import TREE, Component
-from phloem.actors.ledger import FREE, PARKED, Ledger
+from phloem.actors.ledger import Ledger
+from phloem.actors.places import FREE, PARKED
 from phloem.runtime.core import Core
 
 __all__ = ["CacheState", "LeaseState", "NodeState", "RootState", "live_state", "runs_of"]

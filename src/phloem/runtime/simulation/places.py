@@ -13,7 +13,8 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from phloem.actors.actions import TREE, Component, Ids
-from phloem.actors.ledger import FREE, PARKED, Ledger
+from phloem.actors.ledger import Ledger
+from phloem.actors.places import FREE, PARKED
 from phloem.events import (
     CopyEnded,
     CopySubmitted,
