@@ -37,12 +37,14 @@ def test_s215_feed_forward_dense_and_of_experts() -> None:
 
 
 def state_at(length: int, *states: int, fork: int = 0) -> tuple[Tree, Node]:
-    """A key of 30 tokens with states at some lengths, a way parting from it, and one on beyond."""
+    """A key of 30 tokens with states at some lengths, a way parting from it, and one on beyond.
+
+    Without a fork another key comes instead, so that states are as old.
+    """
     tree, key = Tree(page_size=1, policy="benefit"), list(range(30))
     for slot, at in enumerate(states, 1):
         tree.insert(key, range(1, at + 1), state=slot, length=at)
-    if fork:
-        tree.insert([*key[:fork], 99], range(1, fork + 2))
+    tree.insert([*key[:fork], 99], range(1, fork + 2))
     tree.insert([*key, 99], range(1, 32))
     return tree, next(node for node in tree.radix if node.end == length and node.state)
 

@@ -75,7 +75,7 @@ def test_dead_entries_do_not_outnumber_the_others_for_long(run_size: int) -> Non
             alive.discard(number - 100)
         for _ in range(3):
             index.shrink(len(alive))
-        assert len(index) <= 2 * 101 + 64 + run_size
+        assert len(index) <= 3 * 101 + 64 + run_size
 
 
 def test_the_collector_sees_few_of_many_entries() -> None:

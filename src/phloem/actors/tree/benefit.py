@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from math import sqrt
-from typing import NamedTuple
-from zlib import crc32
+from typing import TypeAlias
 
 from phloem.actors.tree.ghosts import mark_after, mark_of
 from phloem.actors.tree.keys import TOKEN_BYTES
@@ -25,7 +24,8 @@ _EXPECTED = 0.3  # departures that what is expected of a node weighs as much as
 _KINDS = 5  # of turns: the first, the second, the next two, the next four, later ones
 
 
-_KIND_OF = [turn.bit_length() for turn in range(1 << (_KINDS - 1))]
+_LATER = 1 << (_KINDS - 2)  # turns from here on are of the last kind
+_KIND_OF = [turn.bit_length() for turn in range(_LATER)]
 
 
 def _kind(turn: int) -> int:
@@ -33,14 +33,9 @@ def _kind(turn: int) -> int:
     return min(turn.bit_length(), _KINDS - 1)
 
 
-class _Gone(NamedTuple):
-    """A leaf that was evicted, to be recognised: how long it was and how its last page ended."""
-
-    length: int
-    tail: int
-    mark: int  # of the prefix up to its end, if it was known
-    turn: int
-    since: int  # when it began to rest; 0: it did not rest
+# A leaf that was evicted, to be recognised: how long it was and its last page; the mark of the
+# prefix up to its end, if it was known; its turn; when it began to rest, 0: it did not rest.
+_Gone: TypeAlias = tuple[int, bytes, int, int, int]
 
 
 class Benefit(Policy):
@@ -60,6 +55,7 @@ class Benefit(Policy):
 
     def __init__(self) -> None:
         self._returns = Returns(_KINDS)
+        self._rates = self._returns.rates
         self._gone: OrderedDict[tuple[int, bytes], _Gone] = OrderedDict()
         self._now = 0
         self._visits = 0
@@ -76,13 +72,20 @@ class Benefit(Policy):
 
     def kv_score(self, node: Node, /) -> Score:
         """Of a leaf with its state. KV without a state saves nothing; with no states, all does."""
-        rate = self._rate(node, node.stamp)
-        if not self._state_weight:
-            return int(rate * _UNIT)
+        weight = self._state_weight
+        if not weight:
+            return int(self._rate(node, node.stamp) * _UNIT)
         if node.state == NO_SLOT and not state_anywhere(node):
             return 0
-        saved, alone = self._spans(node)
-        return int(rate * saved / (alone + self._state_weight) * _UNIT)
+        above = node.parent
+        if above is not None and above.state != NO_SLOT:  # as mostly
+            saved = alone = node.end - above.end
+        else:
+            saved, alone = self._spans(node)
+        turn, age = node.turn, self._now - node.stamp  # `_rate`, once more: all wait for this
+        rates = self._rates[_KIND_OF[turn] if turn < _LATER else _KINDS - 1]
+        rate = rates[age.bit_length() if age > 0 else 0]
+        return int(rate * saved / (alone + weight) * _UNIT)
 
     def state_score(self, node: Node, /) -> Score:
         """Of the state alone; of a leaf as a whole, since its KV goes with the state."""
@@ -101,9 +104,9 @@ class Benefit(Policy):
     def _rate(self, node: Node, stamp: int) -> float:
         """The learned rate of return of what a node has, used last at `stamp`."""
         turn = node.turn
-        kind = _KIND_OF[turn] if turn < len(_KIND_OF) else _KINDS - 1
         age = self._now - stamp
-        return self._returns.rates[kind][age.bit_length() if age > 0 else 0]
+        rates = self._rates[_KIND_OF[turn] if turn < _LATER else _KINDS - 1]
+        return rates[age.bit_length() if age > 0 else 0]
 
     def _rate_seen(self, node: Node, expected: float) -> float:
         """How often requests leave others' ways at a node, by how often they did so far.
@@ -185,21 +188,25 @@ class Benefit(Policy):
 
     def lost(self, leaf: Node, mark: int, now: int, /) -> None:
         """It is remembered for a while, since it may be asked for again."""
-        edge, size = leaf.edge, self._page_bytes
+        edge, size, gone = leaf.edge, self._page_bytes, self._gone
         place = mark, edge[:size]
-        self._give_up(self._gone.pop(place, None), now)
-        self._gone[place] = _Gone(len(edge), crc32(edge[-size:]), leaf.mark, leaf.turn, leaf.rests)
-        if len(self._gone) > _GONE_MAX:
-            self._give_up(self._gone.popitem(last=False)[1], now)
+        former = gone.pop(place, None)
+        if former is not None:
+            self._give_up(former, now)
+        gone[place] = len(edge), edge[-size:], leaf.mark, leaf.turn, leaf.rests
+        if len(gone) > _GONE_MAX:
+            self._give_up(gone.popitem(last=False)[1], now)
 
     def forget(self) -> None:
         """Nothing rests any more."""
         self._gone.clear()
         self._returns.forget_resting()
 
-    def _give_up(self, gone: _Gone | None, now: int) -> None:
-        if gone is not None and gone.since:
-            self._returns.ended(_kind(gone.turn), gone.since, now, returned=False)
+    def _give_up(self, gone: _Gone, now: int) -> None:
+        """It was not asked for again."""
+        *_, turn, since = gone
+        if since:
+            self._returns.ended(_kind(turn), since, now, returned=False)
 
     def _find_gone(self, visit: Visit, reached: int) -> tuple[int, int] | None:
         """How far the key leads through evicted leaves, and the turn of the last; None: nowhere.
@@ -212,21 +219,25 @@ class Benefit(Policy):
         mark, size = mark_of(base), self._page_bytes
         if walk.partial is not None and walk.inside:
             mark = mark_after(mark, walk.partial.edge[: walk.inside])
-        turn = -1
         found: _Gone | None = None
         while reached < len(data):
             place = mark, data[reached : reached + size]
             gone = self._gone.get(place)
-            end = reached + gone.length if gone is not None else 0
-            if gone is None or end > len(data) or crc32(data[end - size : end]) != gone.tail:
+            if gone is None:
+                break
+            length, tail, after, _, _ = gone
+            end = reached + length
+            if end > len(data) or data[end - size : end] != tail:
                 break
             del self._gone[place]
-            self._give_up(found, visit.now)
-            found, turn = gone, gone.turn
-            mark = gone.mark if gone.mark != NO_MARK else mark_after(mark, data[reached:end])
+            if found is not None:
+                self._give_up(found, visit.now)
+            found = gone
+            mark = after if after != NO_MARK else mark_after(mark, data[reached:end])
             reached = end
         if found is None:
             return None
-        if found.since:
-            self._returns.ended(_kind(turn), found.since, visit.now, returned=True)
+        *_, turn, since = found
+        if since:
+            self._returns.ended(_kind(turn), since, visit.now, returned=True)
         return reached, turn

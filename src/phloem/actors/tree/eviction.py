@@ -12,31 +12,33 @@ bytes, and nodes are found by id in a dictionary of numbers and nodes, neither o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
+from struct import Struct
 
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import SCORE_BYTES, Score
 
 __all__ = ["CandidateIndex"]
 
-_SLACK = 64  # entries an index may keep beyond twice its live ones before it is swept
-_ENTRY = SCORE_BYTES + 8  # score, node id
+_ENTRIES, _SLACK = 3, 64  # an index is swept when it has so many for each live one, and these
+_REFRESHED = 1 << 13  # so many, through the candidates there are, are scored anew for each victim
+_REFRESHED_MIN, _REFRESHED_MAX = 1, 32
+_REFRESHED_FEW = _REFRESHED // _REFRESHED_MIN
+_PACKED = Struct(f">{SCORE_BYTES}sQ")  # score, node id
+_ENTRY = _PACKED.size
 
 _Entry = tuple[Score, int]
 
 
 class _Run:
-    """A sorted run of entries, read from the front."""
+    """A sorted run of entries, packed, read from the front."""
 
     __slots__ = ("_at", "_data")
 
-    def __init__(self, entries: list[_Entry]) -> None:
+    def __init__(self, data: bytes) -> None:
         self._at = 0
-        self._data = b"".join(
-            score.to_bytes(SCORE_BYTES, "big") + number.to_bytes(8, "big")
-            for score, number in entries
-        )
+        self._data = data
 
     def next(self) -> _Entry | None:
         """Take the smallest entry out; None when there is none."""
@@ -48,12 +50,16 @@ class _Run:
         score = int.from_bytes(self._data[at:middle], "big")
         return score, int.from_bytes(self._data[middle:end], "big")
 
-    def __iter__(self) -> Iterator[_Entry]:
-        """The entries that are left; they stay."""
-        for at in range(self._at, len(self._data), _ENTRY):
-            middle = at + SCORE_BYTES
-            score = int.from_bytes(self._data[at:middle], "big")
-            yield score, int.from_bytes(self._data[middle : at + _ENTRY], "big")
+    def left(self) -> Iterator[tuple[bytes, int]]:
+        """The entries that are left, scores packed; they stay."""
+        packed: Iterator[tuple[bytes, int]] = _PACKED.iter_unpack(self._data[self._at :])
+        return packed
+
+
+def _pack(entries: Iterable[_Entry]) -> bytes:
+    return b"".join(
+        score.to_bytes(SCORE_BYTES, "big") + number.to_bytes(8, "big") for score, number in entries
+    )
 
 
 class CandidateIndex:
@@ -107,11 +113,13 @@ class CandidateIndex:
                 return noted, node
         return None
 
-    def first(self) -> tuple[Score, Node] | None:
-        """What `pop` would take out next; it stays."""
+    def first(self, below: Score | None = None) -> tuple[Score, Node] | None:
+        """What `pop` would take out next, if its score is `below` that; it stays."""
         nodes, score, eligible, scores = self._nodes, self.score, self.eligible, self._scores
         while (entry := self._soonest()) is not None:
             noted, number = entry
+            if below is not None and noted >= below:
+                return None
             node = nodes.get(number)
             counts = node is not None and noted == scores[number]
             if node is not None and counts and eligible(node) and score(node) <= noted:
@@ -124,22 +132,40 @@ class CandidateIndex:
                     self._forget(node)
         return None
 
-    def lower(self, node: Node) -> None:
-        """The score of `node` has fallen. Its former entry is passed over when its turn comes."""
-        if node.queued & self.bit:
-            self._enter(self.score(node), node.id)
+    def take(self, node: Node) -> None:
+        """Take out what `first` has just answered."""
+        _, number = self._next() or (0, 0)
+        assert number == node.id, "something came between"
+        self._forget(node)
 
-    def refresh(self, count: int) -> None:
-        """Score `count` candidates anew, round after round: time alone may have lowered them."""
-        nodes, scores = self._nodes, self._scores
-        for _ in range(min(count, len(nodes))):
-            if not self._round:
-                self._round.extend(nodes)
-            node = nodes.get(self._round.pop())
-            if node is not None and self.eligible(node):
-                score = self.score(node)
-                if score < scores[node.id]:
-                    self._enter(score, node.id)
+    def lower(self, node: Node) -> None:
+        """The score of `node` may have fallen: then its former entry will be passed over."""
+        if node.queued & self.bit:
+            score = self.score(node)
+            if score < self._scores[node.id]:
+                self._enter(score, node.id)
+
+    def refresh(self) -> None:
+        """Score some candidates anew, round after round: time alone may have lowered them.
+
+        The more, the fewer there are: each one that goes is then a larger part of them.
+        """
+        nodes, scores, order = self._nodes, self._scores, self._round
+        there = len(nodes)
+        often = _REFRESHED_MIN if there > _REFRESHED_FEW else _REFRESHED // (there + 1)
+        for _ in range(min(often, there, _REFRESHED_MAX)):
+            if not order:
+                order.extend(nodes)
+            number = order.pop()
+            node = nodes.get(number)
+            if node is None:
+                continue
+            if not self.eligible(node):
+                self._forget(node)
+                continue
+            score = self.score(node)
+            if score < scores[number]:
+                self._enter(score, number)
 
     def watch(self, node: Node) -> None:
         """The score of `node` may fall when its `keep_until` has come."""
@@ -152,8 +178,8 @@ class CandidateIndex:
             self.lower(heappop(expiring)[2])
 
     def shrink(self, live: int) -> None:
-        """Sweep one run when more entries are dead than alive; `live` bounds the candidates."""
-        if self._size > 2 * live + _SLACK:
+        """Sweep one run when far more entries are dead than alive; `live` bounds the candidates."""
+        if self._size > _ENTRIES * live + _SLACK:
             self._sweep()
         if len(self._expiring) > 2 * live + _SLACK:
             self._expiring = [
@@ -186,7 +212,7 @@ class CandidateIndex:
         """Every entry whose node is known, in no order; for audits."""
         numbers = [*self._soon, *(head[:2] for head in self._heads)]
         for run in self._runs.values():
-            numbers.extend(run)
+            numbers.extend((int.from_bytes(score, "big"), number) for score, number in run.left())
         for score, number in numbers:
             if number in self._nodes:
                 yield score, self._nodes[number]
@@ -198,7 +224,7 @@ class CandidateIndex:
         self._size += 1
         if len(soon) >= 2 * self.run_size:
             soon.sort()
-            self._add_run(soon[self.run_size :])
+            self._add_run(_pack(soon[self.run_size :]))
             del soon[self.run_size :]
 
     def _soonest(self) -> _Entry | None:
@@ -226,9 +252,9 @@ class CandidateIndex:
             heapreplace(heads, (*following, run))
         return score, number
 
-    def _add_run(self, entries: list[_Entry]) -> None:
-        """A run of sorted entries."""
-        run = _Run(entries)
+    def _add_run(self, data: bytes) -> None:
+        """A run of sorted entries, packed."""
+        run = _Run(data)
         first = run.next()
         if first is not None:
             self._next_run += 1
@@ -243,28 +269,30 @@ class CandidateIndex:
     def _sweep(self) -> None:
         """Drop the dead entries of the oldest run, or of the heap when there is none."""
         if not self._runs:
-            kept = self._alive(self._soon)
+            kept = [entry for entry in self._soon if self._lives(*entry)]
             heapify(kept)
             self._size += len(kept) - len(self._soon)
             self._soon = kept
             return
         number = next(iter(self._runs))
         (head,) = [head for head in self._heads if head[2] == number]
-        entries = [head[:2], *self._runs.pop(number)]
         self._heads.remove(head)
         heapify(self._heads)
-        kept = self._alive(entries)
-        self._size += len(kept) - len(entries)
-        self._add_run(kept)
+        packed = [(head[0].to_bytes(SCORE_BYTES, "big"), head[1]), *self._runs.pop(number).left()]
+        data = b"".join(
+            score + number.to_bytes(8, "big")
+            for score, number in packed
+            if number in self._nodes and self._lives(int.from_bytes(score, "big"), number)
+        )
+        self._size += len(data) // _ENTRY - len(packed)
+        self._add_run(data)
 
-    def _alive(self, entries: list[_Entry]) -> list[_Entry]:
-        kept: list[_Entry] = []
-        for entry in entries:
-            node = self._nodes.get(entry[1])
-            if node is None or self._scores[node.id] != entry[0]:
-                continue
-            if self.eligible(node):
-                kept.append(entry)
-            else:
-                self._forget(node)
-        return kept
+    def _lives(self, score: Score, number: int) -> bool:
+        """Whether an entry counts; a node that is no candidate any more is forgotten."""
+        node = self._nodes.get(number)
+        if node is None or self._scores[number] != score:
+            return False
+        if self.eligible(node):
+            return True
+        self._forget(node)
+        return False

@@ -36,10 +36,11 @@ class _Kind:
 
     def end(self, age: int, returned: bool) -> None:
         """Something came back at that age, or was given up."""
-        at = min(age.bit_length(), _AGES)
+        at = age.bit_length() if age < _STARTS[-1] else _AGES
         self.ended[at] += 1
         self.spent[at] += age - _STARTS[at]
-        self.returned[at] += returned
+        if returned:
+            self.returned[at] += 1
         self.total += 1
         if self.total > _ENDED_MAX:
             self.total /= 2
@@ -92,9 +93,11 @@ class Returns:
     def ended(self, kind: int, since: int, now: int, *, returned: bool) -> None:
         """What rested since then has come back, or nobody looks for it any more."""
         epoch = bisect_right(self._since, since) - 1
-        if epoch >= 0 and self._resting[epoch][kind]:
-            self._resting[epoch][kind] -= 1
-        self._kinds[kind].end(max(now - since, 0), returned)
+        if epoch >= 0:
+            resting = self._resting[epoch]
+            if resting[kind]:
+                resting[kind] -= 1
+        self._kinds[kind].end(now - since if now > since else 0, returned)
 
     def learn(self, now: int) -> None:
         """Compute the rates anew; a new epoch begins."""

@@ -20,8 +20,6 @@ from phloem.errors import InvalidRequest
 
 __all__ = ["SheddingTree", "Tally"]
 
-_REFRESHED = 2  # candidates that are scored anew for each victim, where time lowers scores
-
 
 class Tally(msgspec.Struct, gc=False):
     """What an eviction for `by` has brought so far, in all and of that by promise."""
@@ -113,7 +111,9 @@ class SheddingTree(BackingTree):
                 f"evict of {nbytes} bytes and {states} states, {page_bytes} bytes a page, "
                 f"{state_bytes} a state"
             )
-        gone = Tally(by, [], spans=tuple(self.radix.span_pages))
+        gone = Tally(by, [])
+        if self.spans:
+            gone.spans = tuple(self.radix.span_pages)
         while gone.states < states:
             popped = self.state_index.pop()
             if popped is None:
@@ -125,12 +125,13 @@ class SheddingTree(BackingTree):
             if missing <= 0:
                 break
             leaf = self.kv_index.first()
-            state = self.state_index.first() if state_bytes else None
-            if state is not None and state[0] != KEEP and (leaf is None or state[0] < leaf[0]):
-                self.state_index.pop()
+            below = KEEP if leaf is None else leaf[0]
+            state = self.state_index.first(below) if state_bytes else None
+            if state is not None:
+                self.state_index.take(state[1])
                 self._lose_of_state(state, gone)
             elif leaf is not None and leaf[0] != KEEP:
-                self.kv_index.pop()
+                self.kv_index.take(leaf[1])
                 self._lose_of_leaf(leaf, -(-missing // page_bytes), gone)
             else:
                 break
@@ -141,7 +142,7 @@ class SheddingTree(BackingTree):
         score, node = popped
         self.policy.evicted(score, self.now)
         if not self.policy.rises_only:
-            self.kv_index.refresh(_REFRESHED)
+            self.kv_index.refresh()
         if node.state != NO_SLOT and self.policy.apart and missing < node.page_count:
             self._lose_state(node, gone)
         if node.state == NO_SLOT and missing < node.page_count:
@@ -154,7 +155,7 @@ class SheddingTree(BackingTree):
         score, node = popped
         self.policy.evicted(score, self.now)
         if not self.policy.rises_only:
-            self.state_index.refresh(_REFRESHED)
+            self.state_index.refresh()
         if kv_may_go(node) and not self.policy.apart:
             self._lose_kv(node, gone)
         else:
