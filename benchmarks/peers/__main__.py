@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.report import ratios, table
+from benchmarks.peers.report import ratios, table, targets
 from benchmarks.peers.setup import PEERS, interpreter
 from benchmarks.peers.worker import RESULT
 
@@ -100,7 +100,7 @@ def main() -> None:
     """Measure what was asked for and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--only", default=",".join(PEERS), help="adapters, by comma")
-    parser.add_argument("--work", default="W1,W2,W4", help="of W1 to W6, by comma")
+    parser.add_argument("--work", default="W1,W2,W3,W4,W5,W6", help="by comma")
     parser.add_argument("--pages", default="1,16,64")
     parser.add_argument("--sizes", default="10000,100000", help="nodes, for W5")
     parser.add_argument("--repeat", type=int, default=3)
@@ -125,6 +125,7 @@ def main() -> None:
     shown = _medians(rows)
     print(table(shown))
     print(ratios(shown))
+    print(targets(shown))
 
 
 if __name__ == "__main__":

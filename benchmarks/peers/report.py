@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import exp, log
 from typing import Any, NamedTuple
 
-__all__ = ["TARGETS", "ratios", "table"]
+__all__ = ["TARGETS", "ratios", "table", "targets"]
 
 Row = dict[str, Any]
 _OURS = "phloem_nowait"
@@ -20,6 +20,11 @@ class Target(NamedTuple):
     works: tuple[str, ...]
     mean: float
     least: float
+
+    def reached(self, found: dict[str, float]) -> tuple[float, float, bool]:
+        """The mean and the least of the ratios by job, and whether both are as wanted."""
+        mean, least = exp(sum(map(log, found.values())) / len(found)), min(found.values())
+        return mean, least, mean >= self.mean and least >= self.least
 
 
 _MAIN = ("W1", "W2", "W3", "W4")
@@ -94,11 +99,34 @@ def _tail(row: Row) -> str:
 
 
 def ratios(rows: list[Row]) -> str:
-    """How many times faster phloem is, by job, and whether the targets are met."""
+    """How many times faster phloem is, by job."""
+    lines = ["\nTimes faster than the peer (p50), by job"]
+    for target, found in _found(rows):
+        by_job = " ".join(f"{job} {ratio:.1f}" for job, ratio in found.items())
+        lines.append(f"  {target.peer:14}{target.figure:16}{by_job}")
+    return "\n".join(lines)
+
+
+def targets(rows: list[Row]) -> str:
+    """The targets, what was measured, and whether they are met."""
+    heads = f"{'mean':>8}{'wanted':>8}{'least':>8}{'wanted':>8}"
+    lines = ["\nTargets: geometric mean and least of the times faster (1: as fast as the peer)"]
+    lines.append(f"  {'peer':14}{'figure':16}{'of':12}{heads}")
+    for target, found in _found(rows):
+        mean, least, met = target.reached(found)
+        figures = f"{mean:8.2f}{target.mean:8g}{least:8.2f}{target.least:8g}"
+        works = f"{target.works[0]}-{target.works[-1]}" if target.works[1:] else target.works[0]
+        verdict = "met" if met else "NOT MET"
+        lines.append(f"  {target.peer:14}{target.figure:16}{works:12}{figures}  {verdict}")
+    missing = [target for target in TARGETS if target not in dict(_found(rows))]
+    lines += [f"  {target.peer:14}{target.figure:16}not measured" for target in missing]
+    return "\n".join([*lines, *_hit_rates(rows)])
+
+
+def _found(rows: list[Row]) -> Iterable[tuple[Target, dict[str, float]]]:
+    """For each target that rows speak of: the ratios by job."""
     by_job = {(row["adapter"], *_job(row)): row for row in rows}
     jobs = sorted({_job(row) for row in rows})
-    lines = ["\nTimes faster than the peer (p50): least and geometric mean over the jobs measured"]
-    lines.append(f"  {'peer':14}{'figure':16}{'least':>7}{'mean':>7}  {'target':14}by job")
     for target in TARGETS:
         found: dict[str, float] = {}
         for job in jobs:
@@ -109,14 +137,22 @@ def ratios(rows: list[Row]) -> str:
                 if mine and its:
                     found[f"{job[0]}:{job[1] or job[2]}"] = its / mine
         if found:
-            lines.append(_line(target, found))
-    return "\n".join(lines)
+            yield target, found
 
 
-def _line(target: Target, found: dict[str, float]) -> str:
-    mean = exp(sum(map(log, found.values())) / len(found))
-    least = min(found.values())
-    met = mean >= target.mean and least >= target.least
-    goal = f"{target.mean:g}/{target.least:g} {'met' if met else 'NOT MET'}"
-    by_job = " ".join(f"{job} {ratio:.1f}" for job, ratio in found.items())
-    return f"  {target.peer:14}{target.figure:16}{least:7.2f}{mean:7.2f}  {goal:14}{by_job}"
+def _hit_rates(rows: list[Row]) -> Iterable[str]:
+    """Tokens reused of all: never below a peer on the same work."""
+    by_job = {
+        (row["adapter"], *_job(row)): float(row["hit_rate"]) for row in rows if "hit_rate" in row
+    }
+    for peer in sorted({key[0] for key in by_job} - {_OURS}):
+        more = {
+            f"{key[1]}:{key[2] or key[3]}": by_job[(_OURS, *key[1:])] - rate
+            for key, rate in by_job.items()
+            if key[0] == peer and (_OURS, *key[1:]) in by_job
+        }
+        if more:
+            below = " ".join(f"{job} {gain:+.3f}" for job, gain in more.items() if gain < -0.0005)
+            above = " ".join(f"{job} {gain:+.3f}" for job, gain in more.items() if gain > 0.0005)
+            verdict = f"NOT MET: {below}" if below else "met"
+            yield f"  {peer:14}hit rate never below  {verdict}; above: {above or 'nowhere'}"
