@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from phloem.errors import InvalidRequest
 from phloem.runtime.cli import main
+from phloem.runtime.replay.bounds import ceiling
+from phloem.runtime.replay.requests import prepare
+from phloem.runtime.traces import sample
 
 TRACE = "agent_taubench_airline_tokens"
 
@@ -67,6 +71,11 @@ def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--states-share", "2"], "share of 2.0"),
         (["--jobs", "0"], "0 processes"),
         (["--block", "0"], "blocks of 0"),
+        (["--one-memory", "--states-share", "0.5"], "no pool of states"),
+        (["--one-memory", "--policy", "gdsf"], "of its own"),
+        (["--one-memory", "--capacity", "1MiB"], "1048576 bytes, and 0 on the host, are too few"),
+        (["--capacity", "1GiB", "--host-capacity", "9"], "9 on the host, are too few"),
+        (["--host-capacity", "1%", "--states-share", "0.001"], "are too few"),
     ],
 )
 def test_a_wrong_call_is_refused(
@@ -74,6 +83,38 @@ def test_a_wrong_call_is_refused(
 ) -> None:
     assert main(["replay", TRACE, "--no-bounds", *wrong]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_host_tier_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["replay", TRACE, "--geometry", "marconi7b", "--capacity", "100%", "--policy", "lru"]
+    tiers = ["--host-capacity", "100%", "--write-policy", "write_back"]
+    assert main([*asked, *tiers]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("host", "loaded")) and "look" not in shown
+    runs = {}
+    for name, options in {"none": [], "one": ["--one-memory"], "host": tiers}.items():
+        assert main([*asked, "--no-bounds", "--json", *options]) == 0
+        (runs[name],) = json.loads(capsys.readouterr().out)["runs"]
+    assert not runs["none"]["host_rate"] and not runs["one"]["bytes_to_host"]
+    assert runs["one"]["pages_moved"] > 0
+    assert 0 < runs["host"]["host_rate"] < runs["host"]["hit_rate"]
+    assert runs["host"]["bytes_to_host"] > runs["host"]["bytes_to_device"] > 0
+    assert runs["host"]["hit_rate"] > runs["one"]["hit_rate"] > 0.5
+
+
+def test_blocks_of_a_trace_can_be_divided() -> None:
+    """An unbounded cache hits the same, but for what does not fill a block."""
+    whole, parts = (
+        prepare(sample("mooncake_conversation"), name="c", block=block) for block in (512, 32)
+    )
+    assert parts.distinct == 16 * whole.distinct
+    for one, other in zip(whole.requests, parts.requests, strict=True):
+        assert other.blocks == 16 * one.blocks
+        assert 16 * one.matchable <= other.matchable < 16 * (one.matchable + 1)
+    assert (whole.block_size, parts.block_size) == (512, 32)
+    assert 0 <= ceiling(parts) - ceiling(whole) < 0.01
+    with pytest.raises(InvalidRequest, match="blocks of 48 tokens out of a trace's 512"):
+        prepare(sample("mooncake_conversation"), name="c", block=48)
 
 
 def test_a_placement_counts_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:

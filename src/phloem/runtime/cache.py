@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from threading import Thread
 from time import monotonic
@@ -118,8 +118,16 @@ class CacheRuntime:
         self.start(LoopPoster(loop), loop)
         return self
 
-    def start(self, post: Post, loop: asyncio.AbstractEventLoop | None) -> None:
-        """`open` for whoever brings a way to be called back; without a loop, from one thread."""
+    def start(
+        self,
+        post: Post,
+        loop: asyncio.AbstractEventLoop | None,
+        seconds: Callable[[], float] | None = None,
+    ) -> None:
+        """`open` for whoever brings a way to be called back; without a loop, from one thread.
+
+        `seconds`: the clock by which sessions and priorities end; if not the loop's, or a real one.
+        """
         if self._core is not None or self._closed:
             raise InvalidRequest("the runtime was opened before")
         self._loop = loop
@@ -134,7 +142,7 @@ class CacheRuntime:
                 self._events,
                 self._crashed,
                 caller_context,
-                monotonic if loop is None else loop.time,
+                seconds or (monotonic if loop is None else loop.time),
                 self.host_pools,
                 None if loop is None else loop.call_later,
             )

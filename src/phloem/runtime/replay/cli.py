@@ -14,22 +14,22 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from phloem.actors.tree.core import BACKUP_HITS
 from phloem.actors.tree.placement import Placement
 from phloem.errors import InvalidRequest
 from phloem.runtime.costs.published import geometry_named
-from phloem.runtime.replay.chart import bars, draw
+from phloem.runtime.replay.chart import draw
 from phloem.runtime.replay.named import KNOWN
 from phloem.runtime.replay.requests import Workload, prepare
-from phloem.runtime.replay.runs import Report, Settings, TraceFigures, replay
+from phloem.runtime.replay.runs import Report, Settings, replay
+from phloem.runtime.replay.table import show
 from phloem.runtime.traces import SAMPLES, Sessions, read_sessions, read_trace
 from phloem.runtime.traces.readers import is_sessions
 
 __all__ = ["run"]
 
 _OK, _MISUSE = 0, 2
-_GIB = 2**30
 _STDOUT = Path("-")
 
 
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         report = _report(options, console)
         for trace in report.traces:
-            _show(report, trace, console)
+            show(report, trace, console)
         if options.plot is not None:
             draw(report, options.plot)
         if options.decisions is not None:
@@ -82,6 +82,22 @@ def _parser() -> argparse.ArgumentParser:
         "three and departures=2)",
     )
     add("--states-share", type=float, metavar="X", help="of the bytes in a pool of states")
+    add(
+        "--host-capacity",
+        metavar="SIZE",
+        help="a host tier, of so many bytes or such a share: replays a whole runtime",
+    )
+    add(
+        "--write-policy",
+        choices=[*BACKUP_HITS],
+        default="write_through",
+        help="when data are copied to the host (default: %(default)s)",
+    )
+    add(
+        "--one-memory",
+        action="store_true",
+        help="replay a whole runtime over one memory, cut into frames, also without a host tier",
+    )
     add("--sessions", action="store_true", help="tell the tree which requests belong together")
     add("--block", type=int, metavar="TOKENS", help="of a page (default: the trace's, or 32)")
     add("--limit", type=int, metavar="N", help="the first N requests of each trace")
@@ -151,6 +167,9 @@ def _report(options: argparse.Namespace, console: Console) -> Report:
         placement=_placement(options.placement),
         states_share=options.states_share,
         sessions=options.sessions,
+        host=options.host_capacity,
+        write_policy=options.write_policy,
+        one_memory=options.one_memory,
         bounds=not options.no_bounds,
         decisions=options.decisions is not None,
     )
@@ -184,58 +203,6 @@ def _progress(console: Console) -> Generator[Progress, None, None]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         yield progress
-
-
-def _show(report: Report, trace: TraceFigures, console: Console) -> None:
-    console.print(
-        f"\n{trace.name}: {trace.requests:,} requests of {trace.tokens / trace.requests:,.0f} "
-        f"tokens, {trace.distinct_tokens / 1e6:.2f} M distinct; pages of {trace.block_size}; "
-        f"an unbounded cache hits {100 * trace.ceiling:.1f} %"
-    )
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("GiB", justify="right")
-    table.add_column("policy", no_wrap=True)
-    for head in (
-        *("hit\n%", "saved\n%", "states/\nrequest", "copied\nGB", "skip-\nped"),
-        *("pages\nout", "states\nout", "µs/\nevict", "µs/\nlook"),
-    ):
-        table.add_column(head, justify="right", no_wrap=True)
-    for number, run in enumerate(report.runs):
-        if run.trace != trace.name:
-            continue
-        table.add_row(
-            f"{run.capacity / _GIB:.1f}",
-            run.policy,
-            f"{100 * run.hit_rate:.1f}",
-            f"{100 * run.compute_saved:.1f}",
-            f"{run.states_per_request:.2f}",
-            f"{run.state_bytes_copied / 1e9:.1f}",
-            f"{run.skipped:,}",
-            f"{run.pages_evicted:,}",
-            f"{run.states_evicted:,}",
-            f"{run.us_per_eviction:.0f}",
-            f"{run.us_per_lookup:.0f}",
-        )
-        following = report.runs[number + 1 : number + 2]
-        if not following or (following[0].trace, following[0].capacity) != (
-            run.trace,
-            run.capacity,
-        ):
-            _add_bounds(report, run.trace, run.capacity, table)
-    console.print(table)
-    for line in bars(report, trace):
-        console.print(line, highlight=False)
-
-
-def _add_bounds(report: Report, trace: str, capacity: int, table: Table) -> None:
-    for one in report.bounds:
-        if (one.trace, one.capacity) == (trace, capacity):
-            for name, rate in (
-                ("KV, optimum", one.bounds.kv_optimum),
-                ("clairvoyant", one.bounds.clairvoyant),
-                ("upper bound", one.bounds.upper),
-            ):
-                table.add_row("", name, f"{100 * rate:.1f}", style="dim")
 
 
 def _decisions(report: Report) -> Iterator[bytes]:

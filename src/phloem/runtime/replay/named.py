@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from phloem.actors.tree.core import WritePolicy
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import policy_named
 from phloem.errors import InvalidRequest
@@ -25,8 +28,16 @@ from phloem.runtime.replay.known.scored import Gdsf, Marconi, TunedMarconi
 from phloem.runtime.replay.memory import Memory, Pools
 from phloem.runtime.replay.requests import ReplayRequest, Workload
 from phloem.runtime.replay.served import Decision, Totals
+from phloem.runtime.replay.whole import WholeReplay
 
-__all__ = ["KNOWN", "Cache", "cache_named"]
+__all__ = ["KNOWN", "Cache", "Tiers", "cache_named"]
+
+
+class Tiers(msgspec.Struct, frozen=True):
+    """A whole runtime with a host tier of `host` bytes (0: none) and when data are copied there."""
+
+    host: int = 0
+    write_policy: WritePolicy = "write_through"
 
 
 class Cache(Protocol):
@@ -156,22 +167,36 @@ def cache_named(
     placement: Placement | None = None,
     states_share: float | None = None,
     sessions: bool = False,
+    tiers: Tiers | None = None,
 ) -> Cache:
     """A cache of so many bytes under the policy of that name.
 
     One of `KNOWN`, whose admission and memory are part of it, or an eviction policy of the tree
     with the `placement` of states: over one budget, or with a pool of states that has
-    `states_share` of the bytes. `sessions`: the tree is told of the trace's sessions. Raises
+    `states_share` of the bytes. `sessions`: the tree is told of the trace's sessions. `tiers`: as
+    the whole runtime has it, over pools or one memory, with running requests. Raises
     `InvalidRequest` for an unknown name, and for options that it does not have.
     """
     if name in KNOWN:
-        if placement is not None or states_share is not None or sessions:
+        if placement is not None or states_share is not None or sessions or tiers is not None:
             raise InvalidRequest(f"{name} has an admission and a memory of its own")
         return KNOWN[name][0](workload, geometry, capacity)
     memory: Memory | int = capacity
+    if states_share is not None and not 0 < states_share < 1:
+        raise InvalidRequest(f"a share of {states_share} of the bytes for states")
+    if tiers is not None:
+        return WholeReplay(
+            geometry,
+            workload.block_size,
+            capacity=capacity,
+            host=tiers.host,
+            states_share=states_share,
+            write_policy=tiers.write_policy,
+            policy=name,
+            placement=placement,
+            sessions=sessions,
+        )
     if states_share is not None:
-        if not 0 < states_share < 1:
-            raise InvalidRequest(f"a share of {states_share} of the bytes for states")
         memory = Pools(
             int(capacity * (1 - states_share) / (geometry.kv_bytes * workload.block_size)),
             int(capacity * states_share / geometry.state_bytes),

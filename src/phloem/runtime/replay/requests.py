@@ -73,9 +73,9 @@ def prepare(
 ) -> Workload:
     """Chain the blocks of a trace; `block` tokens each (as in the trace, or 32 of single tokens).
 
-    `limit`: the first so many requests. What does not fill a block at the end is left out, as a
-    cache of pages leaves it out. Raises `InvalidRequest` for an empty trace, or blocks that the
-    trace's do not divide.
+    `limit`: the first so many requests. What does not fill a block of the trace at the end is left
+    out, as a cache of pages leaves it out. Raises `InvalidRequest` for an empty trace, or blocks of
+    which neither the trace's are a whole number nor the other way round.
     """
     numbers: dict[tuple[int, bytes], int] = {}
     prepared: list[ReplayRequest] = []
@@ -86,13 +86,17 @@ def prepare(
         own = request.block_size
         if not size:
             size = own if own > 1 else 32
-        if size % own:
+        if size % own and own % size:
             raise InvalidRequest(f"blocks of {size} tokens out of a trace's {own}")
         whole = len(request.blocks) if len(request.blocks) * own <= request.length else -1
         known = request.blocks[:whole] if whole < 0 else request.blocks
         ids = np.concatenate([known, request.answer]) if len(request.answer) else known
-        words = np.ascontiguousarray(ids, np.int32).tobytes()
-        step = size // own * _WORD
+        if own > size:
+            parts = own // size
+            ids = (np.asarray(ids, np.int64)[:, None] * parts + np.arange(parts)).reshape(-1)
+            words, step = ids.tobytes(), 2 * _WORD
+        else:
+            words, step = np.ascontiguousarray(ids, np.int32).tobytes(), size // own * _WORD
         chained = array("i")
         before = -1
         for at in range(0, len(words) // step * step, step):

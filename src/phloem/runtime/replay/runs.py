@@ -11,12 +11,13 @@ from time import perf_counter
 
 import msgspec
 
+from phloem.actors.tree.core import WritePolicy
 from phloem.actors.tree.placement import Placement
 from phloem.errors import InvalidRequest
 from phloem.runtime.config import parse_bytes
 from phloem.runtime.costs.model import Geometry
 from phloem.runtime.replay.bounds import Bounds, bounds, ceiling
-from phloem.runtime.replay.named import cache_named
+from phloem.runtime.replay.named import Cache, Tiers, cache_named
 from phloem.runtime.replay.requests import Workload
 
 __all__ = ["BoundsOf", "Report", "Run", "Settings", "TraceFigures", "capacity_of", "replay"]
@@ -27,12 +28,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     `placement` counts in tokens; None: as the tree does it unless told. `states_share`: a fixed
     pool of states with so much of the bytes; None: one budget. `decisions`: keep what was decided.
+    `host`: the bytes of a host tier, as text; with it, or with `one_memory`, a whole runtime is
+    replayed, in which running requests take room and one memory is cut into frames.
     """
 
     geometry: Geometry
     placement: Placement | None = None
     states_share: float | None = None
     sessions: bool = False
+    host: str | None = None
+    write_policy: WritePolicy = "write_through"
+    one_memory: bool = False
     bounds: bool = True
     decisions: bool = False
 
@@ -41,16 +47,22 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One policy at one capacity on one trace. Rates are shares of prompt tokens and of FLOPs.
 
     `us_...` are mean microseconds of one eviction for one insert, of one victim of it, and of one
-    lookup, on the machine at hand. `decisions` has a line of JSON for each request, if asked for.
+    lookup, on the machine at hand (0 of a whole runtime, where they are not told apart).
+    `host_rate` is the part of the hit rate that was loaded from the host. `decisions` has a line of
+    JSON for each request, if asked for.
     """
 
     trace: str
     policy: str
     capacity: int
     hit_rate: float
+    host_rate: float
     compute_saved: float
     states_per_request: float
     state_bytes_copied: int
+    bytes_to_host: int
+    bytes_to_device: int
+    pages_moved: int
     skipped: int
     evictions: int
     pages_evicted: int
@@ -63,7 +75,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BoundsOf(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds on one trace at one capacity."""
+    """The bounds on one trace at one capacity of the device, and what the host has besides."""
 
     trace: str
     capacity: int
@@ -115,8 +127,19 @@ def in_blocks(placement: Placement | None, block: int) -> Placement | None:
     )
 
 
-def _run(workload: Workload, settings: Settings, policy: str, capacity: int) -> Run:
-    cache = cache_named(
+def _host_bytes(workload: Workload, settings: Settings) -> int:
+    host = settings.host
+    return 0 if host is None else capacity_of(host, workload, settings.geometry)
+
+
+def _cache(workload: Workload, settings: Settings, policy: str, capacity: int) -> Cache:
+    """Raises `InvalidRequest` for what cannot be replayed."""
+    if settings.one_memory and settings.states_share is not None:
+        raise InvalidRequest("one memory has no pool of states")
+    tiers = None
+    if settings.one_memory or settings.host is not None:
+        tiers = Tiers(_host_bytes(workload, settings), settings.write_policy)
+    return cache_named(
         policy,
         workload,
         settings.geometry,
@@ -124,7 +147,12 @@ def _run(workload: Workload, settings: Settings, policy: str, capacity: int) -> 
         placement=in_blocks(settings.placement, workload.block_size),
         states_share=settings.states_share,
         sessions=settings.sessions,
+        tiers=tiers,
     )
+
+
+def _run(workload: Workload, settings: Settings, policy: str, capacity: int) -> Run:
+    cache = _cache(workload, settings, policy, capacity)
     lines: list[bytes] = []
     encode = msgspec.json.Encoder().encode
     began = perf_counter()
@@ -139,9 +167,13 @@ def _run(workload: Workload, settings: Settings, policy: str, capacity: int) -> 
         policy=policy,
         capacity=capacity,
         hit_rate=totals.hit_rate,
+        host_rate=totals.host_tokens / totals.tokens if totals.tokens else 0.0,
         compute_saved=totals.compute_saved,
         states_per_request=totals.states_made / max(1, totals.requests),
         state_bytes_copied=totals.state_bytes_copied,
+        bytes_to_host=totals.bytes_to_host,
+        bytes_to_device=totals.bytes_to_device,
+        pages_moved=totals.pages_moved,
         skipped=totals.skipped,
         evictions=totals.evictions,
         pages_evicted=totals.pages_evicted,
@@ -158,7 +190,7 @@ def _bounds(workload: Workload, settings: Settings, capacity: int) -> BoundsOf:
     return BoundsOf(
         trace=workload.name,
         capacity=capacity,
-        bounds=bounds(workload, capacity, settings.geometry),
+        bounds=bounds(workload, capacity + _host_bytes(workload, settings), settings.geometry),
     )
 
 
@@ -200,7 +232,7 @@ def replay(
         for text in capacities:
             capacity = capacity_of(text, workload, settings.geometry)
             for policy in policies:
-                _check(workload, settings, policy, capacity)
+                _cache(workload, settings, policy, capacity)
                 tasks.append((which, policy, capacity))
             if settings.bounds:
                 tasks.append((which, None, capacity))
@@ -230,18 +262,6 @@ def replay(
         else:
             report.bounds.append(result)
     return report
-
-
-def _check(workload: Workload, settings: Settings, policy: str, capacity: int) -> None:
-    cache_named(
-        policy,
-        workload,
-        settings.geometry,
-        capacity,
-        placement=in_blocks(settings.placement, workload.block_size),
-        states_share=settings.states_share,
-        sessions=settings.sessions,
-    )
 
 
 def _carried_out(

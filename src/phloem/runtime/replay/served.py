@@ -9,11 +9,12 @@ from phloem.runtime.costs.model import Geometry
 __all__ = ["Decision", "Totals"]
 
 
-class Decision(msgspec.Struct, frozen=True, gc=False):
+class Decision(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What was decided for one request; all positions in tokens.
 
     `prefix`: how far KV alone reached. `states`: where states were made. `skipped`: the request's
     data were not kept, since they did not fit. `evicted`: pages and states that went for it.
+    `host`: tokens of the hit that were loaded from the host.
     """
 
     request: int
@@ -22,22 +23,28 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     states: tuple[int, ...]
     skipped: bool
     evicted: tuple[int, int]
+    host: int = 0
 
 
 class Totals(msgspec.Struct):
-    """Sums over the requests of a replay.
+    """Sums over the requests of a replay. `host_tokens` are those of the hits that were loaded.
 
+    `bytes_to_...` crossed the link between the tiers; `pages_moved` moved the border in one memory.
     `eviction_s` and `lookup_s` are the only figures that depend on the machine.
     """
 
     requests: int = 0
     tokens: int = 0
     hit_tokens: int = 0
+    host_tokens: int = 0
     flops: float = 0.0
     flops_saved: float = 0.0
     states_made: int = 0
     states_restored: int = 0
     state_bytes_copied: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    pages_moved: int = 0
     skipped: int = 0
     evictions: int = 0
     pages_evicted: int = 0
@@ -54,6 +61,7 @@ class Totals(msgspec.Struct):
         self.requests += 1
         self.tokens += tokens
         self.hit_tokens += decision.hit
+        self.host_tokens += decision.host
         self.flops += geometry.flops(tokens)
         self.flops_saved += geometry.flops(decision.hit)
         self.states_made += len(decision.states)
