@@ -178,6 +178,7 @@ class Memory(RuleBasedStateMachine):
     def close(self, chance: random.Random) -> None:
         clearable = self.ledger.pages.clearable()
         assert [len(held) for _, held in clearable] == sorted(len(held) for _, held in clearable)
+        assert self.ledger.pages.clearable(2) == clearable[:2]
         if clearable:
             self.ledger.pages.close(chance.choice(clearable)[0])
 

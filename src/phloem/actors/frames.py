@@ -171,14 +171,17 @@ class FramePool(Pool):
 
     # -- clearing a frame ----------------------------------------------------------------------
 
-    def clearable(self) -> list[tuple[int, Ids]]:
-        """Frames that hold nothing but what the tree has, with its places; the emptiest first."""
+    def clearable(self, count: int | None = None) -> list[tuple[int, Ids]]:
+        """Frames that hold nothing but what the tree has, with its places; the emptiest first.
+
+        `count`: no more than so many.
+        """
         cells = self._cells_np.reshape(-1, self.places)
         of_tree = (cells == TREE).sum(1)
         only_tree = (of_tree > 0) & (of_tree + (cells == FREE).sum(1) == self.places)
         only_tree[0] = False
         numbers = np.flatnonzero(only_tree)
-        numbers = numbers[np.argsort(of_tree[numbers], kind="stable")]
+        numbers = numbers[np.argsort(of_tree[numbers], kind="stable")][:count]
         found: list[tuple[int, Ids]] = []
         for number in numbers.tolist():
             first = number * self.places

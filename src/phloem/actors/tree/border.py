@@ -155,7 +155,7 @@ class Border:
         """The frame with the fewest pages of those that nobody uses, and its pages."""
         if self._tree.sweeping:
             return None
-        for frame, pages in self._ledger.pages.clearable()[:_CHOICES]:
+        for frame, pages in self._ledger.pages.clearable(_CHOICES):
             if self._tree.movable(pages):
                 return frame, pages
         return None
