@@ -18,7 +18,8 @@ from phloem.cuda_streams.batches import Copy, CopyBatch, CopyItem
 from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.mover import RowMover
 from phloem.cuda_streams.pools import DevicePools, HostPools
-from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
+from phloem.cuda_streams.threads import ThreadEngine
+from phloem.cuda_streams.workers import ThreadWorker
 from phloem.runtime.layout import ModelLayout
 
 __all__ = ["lag", "overlap"]
@@ -94,7 +95,7 @@ class _Overlap:
         post = LoopPoster(asyncio.get_running_loop())
         self.copy = _load(device, host)
         self.layer_s = 0.0
-        self._engine, self._stream = ThreadEngine(post, mover=mover), WorkerStream("forward", post)
+        self._engine, self._stream = ThreadEngine(post, mover=mover), ThreadWorker("forward", post)
 
     def close(self) -> None:
         self._stream.close()

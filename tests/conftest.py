@@ -35,7 +35,7 @@ def pytest_asyncio_loop_factories(
     """For pytest-asyncio: every asynchronous test runs once on each of these."""
     from phloem.runtime.simulation.pytest_plugin import sim_loops  # pytest wants to import it first
 
-    simulated, only = sim_loops(config, item)
+    simulated, only = sim_loops(config, item, unmarked=1)
     return simulated if only else {**LOOPS, **simulated}
 
 

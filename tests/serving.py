@@ -13,6 +13,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from phloem import (
@@ -26,10 +27,15 @@ from phloem import (
 )
 from phloem.actors.tree.keys import Namespace
 from phloem.actors.tree.tiering import CLOSED_MS
-from phloem.cuda_streams.dispatch import Fault
 from phloem.cuda_streams.engine import CopyEngine, Post, Ticket
-from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
+from phloem.cuda_streams.fences import Fence
+from phloem.cuda_streams.hazards import Hazard, HazardChecker
+from phloem.cuda_streams.remains import Remains
+from phloem.cuda_streams.threads import ThreadEngine
+from phloem.cuda_streams.virtual import VirtualEngine
+from phloem.cuda_streams.workers import WorkerStream
 from phloem.events import Event
+from phloem.runtime.simulation import SimLoop
 
 PAGE = 4
 HYBRID = ModelLayout.hybrid(
@@ -54,47 +60,91 @@ class Gate:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self._changed = threading.Condition()
+        self._held: list[Callable[[], None]] = []  # copies of a virtual engine
         self._shut = False
         self._passes = 0  # so many copies may pass though it is shut
         self._passed: set[int] = set()
         self._loaded: int | None = None  # so many layers of each load may land
+        self._hanging: str | None = None
 
     def loads_up_to(self, layers: int | None) -> None:
         """Only so many leading layers of each load may land; None: all."""
         with self._changed:
             self._loaded = layers
-            self._changed.notify_all()
+            self._tell()
 
     def shut(self) -> None:
         self._shut = True
 
+    def hang(self, kind: str) -> None:
+        """Copies with a label that begins so hang until the gate is opened."""
+        self._hanging = kind
+
     def open(self) -> None:
         with self._changed:
             self._shut = False
-            self._loaded = None
-            self._changed.notify_all()
+            self._loaded = self._hanging = None
+            self._tell()
 
     def let_one_pass(self) -> None:
         with self._changed:
             self._passes += 1
-            self._changed.notify_all()
+            self._tell()
+
+    def lets(self, ticket: Ticket, layer: int) -> bool:
+        """Whether a layer may be copied now."""
+        if self._hanging is not None and ticket.batch.label.startswith(self._hanging):
+            return False
+        if ticket.batch.channel == "h2d" and self._loaded is not None and layer >= self._loaded:
+            return False
+        if ticket.seq not in self._passed:
+            if self._shut and not self._passes:
+                return False
+            self._passes -= self._shut
+            self._passed.add(ticket.seq)
+        return True
 
     def __call__(self, ticket: Ticket, layer: int) -> None:
-        """Called by the engine's worker before each layer."""
+        """Called before each layer; a worker's thread waits here."""
         with self._changed:
-            if ticket.batch.channel == "h2d":
-                went_on = self._changed.wait_for(
-                    lambda: self._loaded is None or layer < self._loaded, 30
-                )
-                assert went_on, "nobody let the load go on"
-            if ticket.seq not in self._passed:
-                opened = self._changed.wait_for(lambda: self._passes or not self._shut, 30)
-                assert opened, "nobody opened the gate"
-                if self._shut:
-                    self._passes -= 1
-                self._passed.add(ticket.seq)
+            assert self._changed.wait_for(partial(self.lets, ticket, layer), 30), "never opened"
         if self.error is not None:
             raise self.error
+
+    def when_changed(self, fn: Callable[[], None]) -> None:
+        """For engines that have no thread to wait."""
+        self._held.append(fn)
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        held, self._held = self._held, []
+        for fn in held:
+            fn()
+
+
+class GatedEngine(VirtualEngine):
+    """A virtual engine whose copies wait at a gate, on the seeded loop; misuse ends the run."""
+
+    def __init__(self, loop: SimLoop, post: Post, gate: Gate) -> None:
+        def tell(hazard: Hazard) -> None:
+            loop.fail(AssertionError(hazard))
+
+        super().__init__(loop.clock, post=post, fault=gate, hazards=HazardChecker(tell))
+        self._gate = gate
+
+    def _step(
+        self, ticket: Ticket, remains: Remains, steps: list[tuple[int, ...]], number: int
+    ) -> None:
+        if self._running.get(ticket.batch.channel) is not ticket:
+            return  # it was ended while it waited here
+        waits = number < len(steps) and not all(
+            self._gate.lets(ticket, layer) for layer in steps[number]
+        )
+        if waits and self.interrupted(ticket) is None:
+            again = partial(self._step, ticket, remains, steps, number)
+            self._gate.when_changed(lambda: self._clock.call_at(self._clock.now_ns(), again))
+        else:
+            super()._step(ticket, remains, steps, number)
 
 
 @dataclass
@@ -166,8 +216,12 @@ class House:
         await cache.audit()
 
 
-def _threads(post: Post, fault: Fault) -> ThreadEngine:
-    return ThreadEngine(post, fault=fault)
+def _suited(post: Post, gate: Gate) -> CopyEngine:
+    """Of threads, or of the loop's virtual time."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, SimLoop):
+        return GatedEngine(loop, post, gate)
+    return ThreadEngine(post, fault=gate)
 
 
 @asynccontextmanager
@@ -178,7 +232,7 @@ async def house(
     pages: int = 32,
     states: int = 8,
     check_empty: bool = True,
-    engine: Callable[[Post, Fault], CopyEngine] = _threads,
+    engine: Callable[[Post, Gate], CopyEngine] = _suited,
     **options: Any,
 ) -> AsyncIterator[House]:
     """An open runtime; at the end of a test everything must have come back.
@@ -334,6 +388,21 @@ def check_state(pools: DevicePools, slot: int, chain: list[int], position: int) 
     expected = [chain[position], position] if position else [0, 0]
     for state in read_state(pools, slot):
         assert state == expected, f"state {slot} is not that of its prompt at {position}: {state}"
+
+
+def blocked(stream: WorkerStream) -> Fence:
+    """What the worker is given from now on begins only when somebody has passed the fence."""
+    fence = Fence(label="blocked")
+    stream.wait(fence)
+    return fence
+
+
+async def rounds(count: int = 6) -> None:
+    """Let everybody run who can, so many rounds of a loop; a seeded one has none, but time."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+    if isinstance(asyncio.get_running_loop(), SimLoop):
+        await asyncio.sleep(0.001)
 
 
 async def over(step: Step) -> None:

@@ -145,19 +145,19 @@ def here_was_reset(here: House) -> bool:
 async def traffic(here: House, seed: int, clients: int) -> Counter[str]:
     """So many clients, a few at a time, disturbed and audited all along."""
     world = Traffic(here, seed)
-    running: set[asyncio.Task[None]] = set()
+    running: list[asyncio.Task[None]] = []
     left = clients
     try:
         while left or running:
             while left and len(running) < 4:
                 left -= 1
-                running.add(asyncio.ensure_future(world.client(seed * 1000 + left)))
+                running.append(asyncio.ensure_future(world.client(seed * 1000 + left)))
             await world.disturb()
             await asyncio.sleep(0)
             if world.rng.random() < 0.04 and running:
-                world.rng.choice(sorted(running, key=id)).cancel()
-            done = {task for task in running if task.done()}
-            running -= done
+                world.rng.choice(running).cancel()
+            done = [task for task in running if task.done()]
+            running = [task for task in running if task not in done]
             for task in done:
                 if not task.cancelled():
                     task.result()

@@ -15,7 +15,7 @@ from phloem.actors.tree import (
 )
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.specs import KVSpec, LayerSpec, StateSpec
-from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.workers import WorkerStream
 from phloem.errors import (
     CacheCrashed,
     CacheReset,

@@ -7,15 +7,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from serving import ATTENTION, PAGE, House, compute, house, run, seed
+from serving import ATTENTION, PAGE, House, compute, house, rounds, run, seed
 
 from phloem import Grant, InvalidRequest, NoRoom, PoolFigures, StaleHandle
 from phloem.events import Evicted, Granted, Refused, Waited
-
-
-async def rounds(count: int = 6) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def started(call: Coroutine[Any, Any, Grant]) -> asyncio.Task[Grant]:
@@ -352,6 +347,7 @@ async def test_f104_room_handed_to_one_who_has_just_left_goes_to_the_next(inline
             await first
 
 
+@pytest.mark.sim(seeds=1, policy="fifo")  # it takes them in the order of their numbers
 async def test_f105_leaving_and_giving_back_in_one_round_strands_nobody(inline: bool) -> None:
     async with house(inline=inline, pages=10) as here:
         cache = here.cache

@@ -185,6 +185,7 @@ def test_requests_that_arrive_together_compute_what_is_distinct() -> None:
     assert not comparison.failures
 
 
+@pytest.mark.not_sim("of the wall clock")
 async def test_the_lag_of_a_blocked_loop_is_seen() -> None:
     import time
 

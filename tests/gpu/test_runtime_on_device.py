@@ -17,10 +17,13 @@ from phloem import CacheConfig, CacheRuntime, DevicePools, InvalidRequest, Model
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.device_streams import DeviceStream, DeviceWorker
 from phloem.cuda_streams.host import PinnedMemory
-from phloem.cuda_streams.threads import ThreadEngine, WorkerStream
+from phloem.cuda_streams.threads import ThreadEngine
+from phloem.cuda_streams.workers import ThreadWorker
 from phloem.runtime.devices import driver_for, engine_for
 from phloem.runtime.request import Request
 from phloem.runtime.sync import SyncCacheRuntime
+
+pytestmark = pytest.mark.not_sim("the threads of a device")
 
 PAGE = 4
 LAYOUT = ModelLayout.hybrid(
@@ -49,7 +52,7 @@ async def opened(cache: CacheRuntime) -> AsyncGenerator[Request]:
 
 async def test_f075_a_step_without_a_stream_of_the_device_is_refused() -> None:
     async with CacheRuntime(CONFIG, driver=FakeDriver()) as cache, opened(cache) as request:
-        cpu = WorkerStream("cpu", cache.core.post)
+        cpu = ThreadWorker("cpu", cache.core.post)
         for wrong in (None, cpu, torch.Stream(device="cpu")):
             with pytest.raises(InvalidRequest):
                 cache.step([request], stream=wrong)
@@ -155,7 +158,7 @@ async def test_the_engine_suits_the_device() -> None:
         assert isinstance(cache._engine, DeviceEngine) and cache.stats().near == "a fake"
     async with CacheRuntime(CONFIG) as cache:
         assert isinstance(cache._engine, ThreadEngine) and cache.stats().near == ""
-    assert engine_for(None) is ThreadEngine
+    assert engine_for(None, None) is ThreadEngine
     assert driver_for(torch.device("cpu")) is None
     with pytest.raises(InvalidRequest, match="there are cpu and cuda"):
         driver_for(torch.device("xpu:0"))

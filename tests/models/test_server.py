@@ -12,8 +12,8 @@ from models.harness import CHUNK, Harness
 from models.zoo import random_tokens
 
 from phloem.cuda_streams.fences import LoopPoster
+from phloem.cuda_streams.lockstep import new_worker
 from phloem.cuda_streams.pools import DevicePools
-from phloem.cuda_streams.threads import WorkerStream
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
 from phloem.runtime.integrations.bare import BareCache, BareRequest
 from phloem.runtime.integrations.server import HybridServer
@@ -31,7 +31,8 @@ async def serving(
     harness: Harness, *, pages: int = 100, states: int = 10, batch_max: int = 16
 ) -> AsyncIterator[HybridServer[BareRequest]]:
     """A server without a cache; at the end every page and slot must be free again."""
-    stream = WorkerStream("model", LoopPoster(asyncio.get_running_loop()))
+    loop = asyncio.get_running_loop()
+    stream = new_worker("model", LoopPoster(loop), loop)
     pools = DevicePools.allocate(harness.model.layout, pages=pages, states=states, page_size=PAGE)
     cache = BareCache(pools, stream)
     try:

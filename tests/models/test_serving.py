@@ -13,9 +13,11 @@ import torch
 from models.harness import Harness
 from models.zoo import ZOO, random_tokens
 
-from phloem import CacheConfig, CacheRuntime, NoRoom, Request, WorkerStream
-from phloem.cuda_streams.fences import LoopPoster
+from phloem import CacheConfig, CacheRuntime, NoRoom, Request
+from phloem.cuda_streams.fences import Fence, LoopPoster
+from phloem.cuda_streams.lockstep import new_worker
 from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.workers import WorkerStream
 from phloem.runtime.integrations.bare import BareCache
 from phloem.runtime.integrations.server import Completion, HybridServer, Publish
 from phloem.runtime.integrations.transformers import ModelCache, TransformersModel
@@ -33,6 +35,7 @@ def model(request: pytest.FixtureRequest) -> TransformersModel:
 class Served:
     cache: CacheRuntime
     server: HybridServer[Request]
+    stream: WorkerStream
 
     async def all(self, prompts: Sequence[Sequence[int]], new: int) -> list[Completion]:
         return await asyncio.gather(*(self.server.generate(prompt, new) for prompt in prompts))
@@ -84,7 +87,7 @@ async def serving(
             async with HybridServer(
                 model, cache, stream, chunk=grid, publish=publish, keep_logits=True
             ) as server:
-                served = Served(cache, server)
+                served = Served(cache, server, stream)
                 yield served
                 await served.settled()
         finally:
@@ -94,7 +97,8 @@ async def serving(
 async def without_cache(
     model: TransformersModel, prompts: Sequence[Sequence[int]], new: int, grid: int = GRID
 ) -> list[Completion]:
-    stream = WorkerStream("bare", LoopPoster(asyncio.get_running_loop()))
+    loop = asyncio.get_running_loop()
+    stream = new_worker("bare", LoopPoster(loop), loop)
     pools = DevicePools.allocate(
         model.layout,
         pages=1 + sum(-(-(len(prompt) + new) // PAGE) for prompt in prompts),
@@ -228,23 +232,24 @@ async def test_pages_of_a_cancelled_client_wait_for_its_forward_pass(
     model: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker is in the middle of the chunk: what it writes to must not be given to others."""
-    entered, leave = threading.Event(), threading.Event()
+    entered, leave = threading.Event(), Fence()
     forward = model.forward
 
     def slow(tokens: Sequence[int], cache: ModelCache, start: int) -> torch.Tensor:
         entered.set()
-        assert leave.wait(10)
+        served.stream.hold(leave)
         return forward(tokens, cache, start)
 
     async with serving(model) as served:
         monkeypatch.setattr(model, "forward", slow)
         client = asyncio.create_task(served.server.generate(random_tokens(50, 9), 5))
-        await asyncio.to_thread(entered.wait, 10)
+        while not entered.is_set():  # noqa: ASYNC110  a thread's
+            await asyncio.sleep(0.001)
         free = served.cache.stats().kv.free
         client.cancel()
         await asyncio.wait([client])
         assert (served.parked, served.cache.stats().kv.free) == (5, free)
-        leave.set()
+        leave.mark_passed()
         monkeypatch.undo()
         await served.settled()
         assert served.cache.stats().kv.free == free + 4

@@ -12,8 +12,9 @@ from msgspec import structs
 from observe.driver import Driver, config
 
 from phloem import CacheRuntime, InvalidRequest, Namespace, events
+from phloem.cuda_streams.dispatch import Dispatcher
 from phloem.cuda_streams.engine import CopyEngine, Post, Ticket
-from phloem.cuda_streams.threads import ThreadEngine
+from phloem.runtime.devices import engine_for
 from phloem.runtime.observe.explain import Explanation, explain_request, readable
 from phloem.runtime.observe.state import live_state
 from phloem.runtime.tracing import open_log, read_log
@@ -122,7 +123,7 @@ async def test_what_else_went_is_not_taken_for_the_kv_that_did(tmp_path: Path) -
 
 async def test_what_the_host_had_and_what_did_not_come(tmp_path: Path) -> None:
     path, broken = tmp_path / "log", False
-    engines: list[CopyEngine] = []
+    engines: list[Dispatcher] = []
 
     def fault(ticket: Ticket, layer: int) -> None:
         del layer
@@ -130,7 +131,10 @@ async def test_what_the_host_had_and_what_did_not_come(tmp_path: Path) -> None:
             raise OSError("down")
 
     def engine(post: Post) -> CopyEngine:
-        engines.append(ThreadEngine(post, fault=fault))
+        engine = engine_for(None, asyncio.get_running_loop())(post)
+        assert isinstance(engine, Dispatcher)
+        engine.fault = fault
+        engines.append(engine)
         return engines[0]
 
     async def demote(cache: CacheRuntime) -> None:
@@ -167,7 +171,7 @@ async def test_what_was_weighed_is_told(tmp_path: Path, prefill: float, way: str
     path, engines = tmp_path / "log", list[CopyEngine]()
 
     def engine(post: Post) -> CopyEngine:
-        engines.append(ThreadEngine(post))
+        engines.append(engine_for(None, asyncio.get_running_loop())(post))
         return engines[0]
 
     settings = structs.replace(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from observe.driver import Driver, config
 
-from phloem import CacheRuntime, InvalidRequest, WorkerStream, events
+from phloem import CacheRuntime, InvalidRequest, events
 from phloem.actors.tree.core import WritePolicy
 from phloem.cuda_streams.clocks import VirtualClock
 from phloem.cuda_streams.engine import CopyEngine, Post, Ticket
+from phloem.cuda_streams.fences import Fence
 from phloem.cuda_streams.virtual import VirtualEngine
 from phloem.runtime.observe.counts import Counts
 from phloem.runtime.observe.figures import HOLDERS, Figures
@@ -99,12 +99,12 @@ async def test_pages_of_a_window_that_wait_for_a_pass_are_told() -> None:
         figures.add(0.0, event)
 
     async with CacheRuntime(config(False, window=True), events=sink) as cache:
-        gate, stream = threading.Event(), WorkerStream("model", cache.core.post)
+        gate, stream = Fence(), cache.worker_stream("model")
         request = await cache.open_request(list(range(8)))
         await request.allocate(8)
         await request.ready()
         with cache.step([request], stream=stream) as step:
-            stream.run(gate.wait)
+            stream.wait(gate)
             step.launched({request: 8})
         request.abort()
         for parked in (4, 0):
@@ -112,7 +112,7 @@ async def test_pages_of_a_window_that_wait_for_a_pass_are_told() -> None:
             assert history.counts("window") == figures.pools["window"].held
             assert history.counts("window")["parked"] == parked
             assert history.state() == live_state(cache.core)
-            gate.set()
+            gate.mark_passed()
             cache.release(await cache.allocate(pages=40, owner="next", timeout=10))
         stream.close()
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import anyio
 import pytest
-from serving import HYBRID, PAGE, House, compute, dump, house, over, run, seed, serve
+from serving import HYBRID, PAGE, House, compute, dump, house, over, rounds, run, seed, serve
 
 from phloem import InvalidRequest, ModelLayout, NoRoom, RuntimeClosed, StaleHandle
+from phloem.cuda_streams.fences import Fence
 from phloem.events import RuntimeStopped
 from phloem.runtime.layout import LayerSpec
 
@@ -234,11 +235,11 @@ async def test_f020_pages_of_a_running_model_are_not_reused_before_it_is_done(
 ) -> None:
     async with house(inline=inline, pages=4, states=2) as here:
         cache, stream = here.cache, here.stream
-        running, go = threading.Event(), threading.Event()
+        running, go = threading.Event(), Fence()
 
         def model() -> None:
             running.set()
-            assert go.wait(20)
+            stream.hold(go)
 
         async def client() -> None:
             async with cache.request(PROMPT) as request:
@@ -253,7 +254,7 @@ async def test_f020_pages_of_a_running_model_are_not_reused_before_it_is_done(
 
         pages: list[int] = []
         task = asyncio.ensure_future(client())
-        assert await asyncio.to_thread(running.wait, 20)
+        await here.until(running.is_set)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -263,10 +264,9 @@ async def test_f020_pages_of_a_running_model_are_not_reused_before_it_is_done(
             await cache.allocate(pages=1, wait=False)
         assert refused.value.figures[0].parked == 4
         waiting = asyncio.ensure_future(cache.allocate(pages=4, states=2))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await rounds(10)
         assert not waiting.done()
-        go.set()
+        go.mark_passed()
         grant = await asyncio.wait_for(waiting, 20)
         assert sorted(grant.pages) == sorted(pages)
         cache.release(grant)
@@ -290,6 +290,7 @@ async def test_f059_a_slot_that_a_copy_writes_is_not_reused_before_the_copy_ends
         cache.release(grant)
 
 
+@pytest.mark.not_sim("a thread ends a copy while the loop is busy")
 async def test_f059_a_copy_that_has_ended_keeps_nothing_waiting(inline: bool) -> None:
     async with house(inline=inline, states=1) as here:
         cache = here.cache
@@ -326,6 +327,7 @@ async def test_a_lease_outlives_the_copy_that_reads_under_it(inline: bool) -> No
         assert cache.stats().tree.states_protected == 0
 
 
+@pytest.mark.sim(seeds=1, policy="fifo")  # it counts the rounds of the loop
 @pytest.mark.parametrize("call", ["ready", "checkpoint"])
 async def test_a_copy_that_was_queued_when_its_client_left_touches_nothing_of_others(
     call: str,
@@ -377,8 +379,7 @@ async def test_a_request_aborted_while_it_waits_for_room_gets_none(inline: bool)
         other = await cache.allocate(pages=8, owner="other")
         request = await cache.open_request(PROMPT)
         waits = asyncio.ensure_future(request.allocate(len(PROMPT)))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         request.abort()
         with pytest.raises(StaleHandle):
             await asyncio.wait_for(waits, 5)
@@ -393,8 +394,7 @@ async def test_a_request_aborted_at_the_hand_over_gives_the_grant_back(inline: b
         other = await cache.allocate(pages=8, owner="other")
         request = await cache.open_request(PROMPT)
         waits = asyncio.ensure_future(request.allocate(len(PROMPT)))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         cache.release(other)  # granted; the client has not run yet
         request.abort()
         with pytest.raises(StaleHandle):
@@ -425,8 +425,7 @@ async def test_a_request_aborted_by_another_task_stays_so(call: str, inline: boo
             if call == "checkpoint":
                 request._holding.drop_snapshots(())
             task = asyncio.ensure_future(works[call]())
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await rounds(5)
             assert not task.done()
             request.abort()
             here.gate.open()
@@ -446,8 +445,7 @@ async def test_closing_tells_everybody_who_waits(inline: bool) -> None:
             asyncio.ensure_future(request.allocate(len(PROMPT))),
             asyncio.ensure_future(cache.allocate(pages=2, owner="two")),
         ]
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         await cache.close()
         for answer in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(answer, RuntimeClosed | StaleHandle), answer
@@ -462,13 +460,10 @@ async def test_f112_closing_has_a_deadline_and_names_what_is_owned(inline: bool)
         await request.allocate(len(PROMPT))
         here.gate.shut()
         ready = asyncio.ensure_future(request.ready())
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await rounds(3)
         closing = asyncio.ensure_future(cache.close())
-        opened = threading.Timer(0.2, here.gate.open)
-        opened.start()
         await asyncio.wait_for(closing, 5)
-        opened.join()
+        here.gate.open()
         with pytest.raises((RuntimeClosed, StaleHandle)):
             await ready
         (last,) = here.of_type(RuntimeStopped)
@@ -483,8 +478,7 @@ async def test_a_cancelled_closer_closes_all_the_same(inline: bool) -> None:
         await request.allocate(len(PROMPT))
         here.gate.shut()
         ready = asyncio.ensure_future(request.ready())
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await rounds(3)
         with anyio.CancelScope() as scope:
             asyncio.get_running_loop().call_later(0.01, scope.cancel)
             asyncio.get_running_loop().call_later(0.03, here.gate.open)

@@ -21,6 +21,7 @@ def config() -> CacheConfig:
     return CacheConfig(layout=layout, page_size=2, device_pages=LEAVES)
 
 
+@pytest.mark.sim(seeds=1, policy="fifo")  # in other orders an evicting task may have all the turns
 async def test_others_have_their_turns_while_very_much_is_evicted() -> None:
     async with CacheRuntime(config()) as cache:
         await full(cache)

@@ -17,10 +17,10 @@ from phloem import (
     RuntimeClosed,
     StaleHandle,
     StateSpec,
-    WorkerStream,
 )
 from phloem.cuda_streams.engine import CopyBatch, Fence, Ticket
 from phloem.cuda_streams.threads import ThreadEngine
+from phloem.cuda_streams.workers import ThreadWorker
 from phloem.runtime.sync import BlockingCacheRuntime, SyncCacheRuntime
 
 LAYOUT = ModelLayout.hybrid(
@@ -103,7 +103,7 @@ def test_in_one_thread_nobody_else_gives_back_so_waiting_for_them_is_no_room() -
 
 def test_waits_for_pages_that_a_running_step_still_touches() -> None:
     with SyncCacheRuntime(CONFIG) as cache:
-        stream = WorkerStream("model", cache.inner.core.post)
+        stream = ThreadWorker("model", cache.inner.core.post)
         gate = threading.Event()
         with cache.request(PREFIX) as request:
             request.allocate(20)
@@ -122,7 +122,7 @@ def test_waits_for_pages_that_a_running_step_still_touches() -> None:
 
 def test_poll_takes_in_what_has_ended() -> None:
     with SyncCacheRuntime(CONFIG) as cache:
-        stream = WorkerStream("model", cache.inner.core.post)
+        stream = ThreadWorker("model", cache.inner.core.post)
         with cache.request(PREFIX) as request:
             request.allocate(20)
             request.ready()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -47,7 +46,7 @@ def roomy(
 
 
 def breaks(here: House, fault: Any) -> None:
-    here.cache._engine.fault = fault  # type: ignore[union-attr]  # a ThreadEngine
+    here.cache._engine.fault = fault  # type: ignore[union-attr]  # of the fixture
 
 
 async def on_the_host(here: House, first: int = 1) -> list[int]:
@@ -64,28 +63,6 @@ async def to_the_end(here: House, request: Request, prompt: list[int]) -> None:
         await asyncio.wait_for(request.ready(), 5)
     await compute(here, request, prompt, len(prompt))
     await request.finish()
-
-
-class Hang:
-    """Copies of a kind hang until they are let go."""
-
-    def __init__(self, here: House, kind: str) -> None:
-        self.kind = kind
-        self.hanging = True
-        self.caught = 0
-        self.changed = threading.Condition()
-        breaks(here, self)
-
-    def __call__(self, ticket: Ticket, layer: int) -> None:
-        if ticket.batch.label.startswith(self.kind):
-            with self.changed:
-                self.caught += layer == 0
-                assert self.changed.wait_for(lambda: not self.hanging, 30)
-
-    def let_go(self) -> None:
-        with self.changed:
-            self.hanging = False
-            self.changed.notify_all()
 
 
 def virtual(post: Post, fault: Fault) -> CopyEngine:
@@ -106,7 +83,13 @@ ENGINES = {
 
 
 @BOTH
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(name, marks=pytest.mark.not_sim("a real engine") if "device" in name else ())
+        for name in ENGINES
+    ],
+)
 @pytest.mark.parametrize("at", [0, 1, -1])
 async def test_what_came_of_a_load_that_failed_is_kept(
     layout: ModelLayout, inline: bool, engine: str, at: int
@@ -164,7 +147,7 @@ async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
 async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: bool) -> None:
     async with roomy(inline, layout) as here:
         prompt = await on_the_host(here)
-        hang = Hang(here, "load")
+        here.gate.hang("load")
         request = await here.cache.open_request(prompt)
         other = await here.cache.open_request(prompt)
         assert request.usable == other.usable == END
@@ -175,7 +158,7 @@ async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: b
         await here.cache.audit()
         assert targets.isdisjoint(here.cache.core.ledger.kv.free_places), "still being written"
         assert here.cache.core.allocator.figures(0, 0)[0].in_flight == len(targets)
-        hang.let_go()
+        here.gate.open()
         await here.settled()  # what comes late goes back
         assert targets & set(here.cache.core.ledger.kv.free_places)
         assert (await here.cache.match(prompt)).usable == END
@@ -185,7 +168,7 @@ async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: b
 async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline: bool) -> None:
     async with roomy(inline, layout) as here:
         prompt = await on_the_host(here)
-        hang = Hang(here, "load")
+        here.gate.hang("load")
         request = await here.cache.open_request(prompt)
         await request.allocate(1)
         await request.wait_on(here.stream)
@@ -196,7 +179,7 @@ async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline:
         with pytest.raises(TransferFailed) as failed:
             await asyncio.wait_for(request.ready(), 5)
         assert failed.value.tokens_ok == 0
-        hang.let_go()  # or its stream would never get to what comes after
+        here.gate.open()  # or its stream would never get to what comes after
         await over(step)
         work.exception(5)
         await to_the_end(here, request, prompt)
@@ -205,7 +188,7 @@ async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline:
 async def test_what_was_to_leave_behind_a_backup_that_hangs_stays(inline: bool) -> None:
     async with roomy(inline, write_policy="write_back") as here:
         await seed(here, PROMPT[:END])
-        hang = Hang(here, "backup")
+        here.gate.hang("backup")
         evicted = await here.cache.evict(pages=3)
         assert (evicted.pages, evicted.pages_promised) == (0, 3)
         tree = here.cache.core.tree
@@ -213,7 +196,7 @@ async def test_what_was_to_leave_behind_a_backup_that_hangs_stays(inline: bool) 
         figures = tree.figures()
         assert (figures.pages, figures.pages_leaving, figures.pages_protected) == (3, 0, 3)
         assert (await here.cache.match(PROMPT)).device == END, "it can be used meanwhile"
-        hang.let_go()
+        here.gate.open()
         await here.settled()
         stats = here.cache.stats()
         assert stats.tree.pages_protected == 0 and stats.host_kv is not None
@@ -227,11 +210,11 @@ async def test_who_waits_for_room_behind_a_backup_that_hangs_gets_other_room(
         for first in range(FAILURES_MAX + 1):
             await seed(here, run(100 * first, 2 * PAGE))
         held = await here.cache.allocate(pages=here.cache.stats().kv.free)
-        hang = Hang(here, "backup")
+        here.gate.hang("backup")
         # One backup after another takes too long, until the tier is closed: then no copy is made.
         grant = await asyncio.wait_for(here.cache.allocate(pages=2), 5)
         assert here.cache.stats().host_closed and here.cache.stats().tree.pages_protected
-        hang.let_go()
+        here.gate.open()
         here.cache.release(grant)
         here.cache.release(held)
 

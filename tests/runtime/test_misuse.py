@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import ATTENTION, HYBRID, PAGE, House, compute, dump, house, run, seed
+from serving import ATTENTION, HYBRID, PAGE, House, compute, dump, house, rounds, run, seed
 
 from phloem import (
     Admission,
@@ -307,8 +307,7 @@ async def test_a_lease_released_after_a_step_is_spent_at_once(second: str, inlin
         elif second == "collected":
             del lease
             gc.collect()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         assert cache.stats().tree.leases == 2, "it protects until the step is over"
         step.abandon()
         await here.until(lambda: cache.stats().tree.leases == 1)

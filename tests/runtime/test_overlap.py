@@ -29,8 +29,8 @@ from virtual import Time, in_virtual_time
 
 from phloem import ModelLayout, Request, TransferFailed
 from phloem.cuda_streams.landing import Landing
-from phloem.cuda_streams.threads import WorkerStream
 from phloem.cuda_streams.virtual import PCIE5, landings_ns, overlapped_end_ns
+from phloem.cuda_streams.workers import WorkerStream
 from phloem.errors import CacheReset, CopyFailed, InvalidRequest
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.sync import BlockingCacheRuntime, SyncCacheRuntime
@@ -196,7 +196,7 @@ def lose(what: str, here: House) -> None:
             raise RuntimeError("the link is down")
 
     gate = here.gate
-    here.cache._engine.fault = fault  # type: ignore[union-attr]  # a ThreadEngine
+    here.cache._engine.fault = fault  # type: ignore[union-attr]  # of the fixture
 
 
 @BOTH

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from phloem import CacheConfig, CacheRuntime, InvalidRequest, ModelLayout, StateSpec
 from phloem.actors.tree.dump import picture
-from phloem.cuda_streams.engine import CopyBatch, Fence, Ticket
-from phloem.cuda_streams.threads import ThreadEngine
+from phloem.cuda_streams.engine import CopyBatch, CopyEngine, Fence, Post, Ticket
+from phloem.runtime.devices import engine_for
 from phloem.runtime.opening import RequestOptions
 
 LAYOUT = ModelLayout.hybrid(
@@ -135,16 +134,20 @@ async def test_a_dump_is_bounded_and_can_be_drawn() -> None:
             await cache.dump(limit=0)
 
 
-async def test_a_copy_that_is_stuck_does_not_hold_the_loop_at_the_close() -> None:
-    gates: list[Fence] = []
+async def test_a_copy_that_is_stuck_does_not_hold_the_loop_at_the_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Fence()
 
-    class Stuck(ThreadEngine):
-        def submit(self, batch: CopyBatch) -> Ticket:
-            return super().submit(CopyBatch(batch.channel, batch.items, after=(gates[0],)))
+    def stuck(post: Post) -> CopyEngine:
+        engine = engine_for(None, asyncio.get_running_loop())(post)
+        submit = engine.submit
 
-    def stuck(post: Callable[[Callable[[], None]], None]) -> Stuck:
-        gates.append(Fence(post, "gate"))
-        return Stuck(post)
+        def later(batch: CopyBatch) -> Ticket:
+            return submit(CopyBatch(batch.channel, batch.items, after=(gate,)))
+
+        monkeypatch.setattr(engine, "submit", later)
+        return engine
 
     cache = await CacheRuntime(config(close_timeout_s=0.05), engine=stuck).open()
     request = await cache.open_request([1, 2, 3, 4, 5])
@@ -156,4 +159,4 @@ async def test_a_copy_that_is_stuck_does_not_hold_the_loop_at_the_close() -> Non
     assert asyncio.get_running_loop().time() - begun < 5
     with pytest.raises(Exception, match="closed"):
         await waiting
-    gates[0].mark_passed()
+    gate.mark_passed()

@@ -10,6 +10,7 @@ from serving import (
     ATTENTION,
     HYBRID,
     PAGE,
+    blocked,
     check_kv,
     check_state,
     compute,
@@ -203,8 +204,7 @@ async def test_publishing_while_the_state_is_still_being_written(inline: bool) -
         chain = digests(tokens)
         slot, table = request.state_slot, request.page_table()
         assert slot is not None
-        release = asyncio.Event()
-        blocked = stream.run(_wait_for, release, asyncio.get_running_loop())
+        release = blocked(stream)
         with cache.step([request], stream=stream) as step:
             stream.run(_write, pools, table, slot, chain)
             step.launched({request: 2 * PAGE})
@@ -216,15 +216,10 @@ async def test_publishing_while_the_state_is_still_being_written(inline: bool) -
         for _ in range(20):
             await asyncio.sleep(0.001)
         assert not ready.done(), "its copy waits for the step"
-        release.set()
+        release.mark_passed()
         await asyncio.wait_for(ready, 10)
-        blocked.result(10)
         await compute(here, reader, [*tokens, 7], 2 * PAGE + 1)
         await reader.finish()
-
-
-def _wait_for(event: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.run_coroutine_threadsafe(event.wait(), loop).result(20)
 
 
 def _write(pools: DevicePools, table: Sequence[int], slot: int, chain: list[int]) -> None:

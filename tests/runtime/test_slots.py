@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from serving import (
     PAGE,
     Row,
+    blocked,
     check_state,
     compute,
     digests,
@@ -151,8 +150,7 @@ async def test_s211_a_snapshot_is_in_the_slot_chosen_for_its_pass(inline: bool) 
         request = await here.cache.open_request(prompt, breakpoints=[PAGE, 2 * PAGE])
         await request.allocate(len(prompt))
         await request.ready()
-        leave = threading.Event()
-        here.stream.run(leave.wait)
+        leave = blocked(here.stream)
         slots = []
         for end in (PAGE, 2 * PAGE):
             slot = request.try_snapshot_slot(end)
@@ -163,7 +161,7 @@ async def test_s211_a_snapshot_is_in_the_slot_chosen_for_its_pass(inline: bool) 
                 work = here.stream.run(forward, here.cache.pools, [row])
                 step.launched({request: end})
         assert slots[0] != slots[1]
-        leave.set()
+        leave.mark_passed()
         await step.over()
         work.result()
         await request.checkpoint()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-from serving import PAGE, compute, house, opened, run, seed
+from serving import PAGE, blocked, compute, house, opened, run, seed
 
 from phloem import InvalidRequest, StaleHandle
 
@@ -87,16 +85,16 @@ async def test_calls_out_of_order_change_nothing(inline: bool) -> None:
 async def test_f023_pages_that_a_step_still_writes_stay_parked(inline: bool) -> None:
     async with house(inline=inline) as here:
         request = await opened(here, PROMPT)
-        release = threading.Event()
+        release = blocked(here.stream)
         with here.cache.step([request], stream=here.stream) as step:
-            here.stream.run(release.wait)
+            here.stream.run(lambda: None)
             step.launched({request: PAGE})
         try:
             await request.suspend()
             gone = await here.cache.evict(pages=99, states=99)
             stats = here.cache.stats()
         finally:
-            release.set()
+            release.mark_passed()
         assert (gone.pages, gone.states) == (0, 0), "the step still reads what was published"
         assert (stats.kv.tree, stats.state.tree, stats.kv.granted) == (1, 1, 0)
         assert stats.kv.parked > 0

@@ -6,13 +6,13 @@ can check what it reads.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 
 from phloem.actors.actions import TREE
+from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, NoRoom
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
@@ -209,7 +209,7 @@ def test_pools_of_a_window_are_adopted() -> None:
 
 async def test_a_window_that_a_pass_reads_stays_until_it_is_over() -> None:
     """Though its request's checkpoint has left it behind meanwhile."""
-    gate = threading.Event()
+    gate = Fence()
     async with CacheRuntime(config(ATTENTION)) as cache:
         tokens = list(range(1, 41))
         await serve(cache, [*tokens[:24], 99], 8)
@@ -222,17 +222,17 @@ async def test_a_window_that_a_pass_reads_stays_until_it_is_over() -> None:
                 read = request.span_table("window")[4:6]
                 pool = cache.core.ledger.pool("window")
                 with cache.step([request], stream=stream) as step:
-                    stream.run(gate.wait)
+                    stream.wait(gate)
                     step.launched({request: 40})
                 await request.checkpoint()
                 assert request.boundary == 40
                 await cache.evict(spans={"window": 64})
                 assert [pool.owner_of(page) for page in read] == [TREE, TREE]
-                gate.set()
+                gate.mark_passed()
                 await step.over()
                 await cache.evict(spans={"window": 64})
                 assert TREE not in [pool.owner_of(page) for page in read]
         finally:
-            gate.set()
+            gate.mark_passed()
             stream.close()
         await cache.audit()

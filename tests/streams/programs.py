@@ -24,8 +24,8 @@ from phloem.cuda_streams.engine import Ticket, TicketState
 from phloem.cuda_streams.fences import Fence, LoopPoster, Stream
 from phloem.cuda_streams.hazards import HazardChecker
 from phloem.cuda_streams.rows import RowPool
-from phloem.cuda_streams.threads import WorkerStream
 from phloem.cuda_streams.virtual import VirtualEngine, VirtualStream
+from phloem.cuda_streams.workers import ThreadWorker
 from streams.bench import RANKS, Bench, apply
 from streams.ranked import FAST, Fleet, jitter, over_ranks, virtual_engines
 
@@ -269,7 +269,7 @@ async def run_real(kind: str, ops: list[Op], seed: int) -> str:
     on_device, driver = isinstance(engine, DeviceEngine), bench.cuda or bench.driver
     forward = driver.new_stream("forward")
     device_stream = DeviceStream("forward", forward, driver, post)
-    worker = WorkerStream("forward", post)
+    worker = ThreadWorker("forward", post)
     stream: Stream = device_stream if on_device else worker
 
     def write(fences: list[Fence], fn: Callable[[int], None]) -> Fence:

@@ -79,7 +79,13 @@ LAYOUT = ModelLayout.hybrid(
 )
 
 
-@pytest.mark.parametrize("kind", ["threads", "virtual", "device"])
+REAL = pytest.mark.not_sim("a real engine")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("threads", marks=REAL), "virtual", pytest.param("device", marks=REAL)],
+)
 @pytest.mark.parametrize("by_layer", [True, False])
 async def test_there_and_back(kind: str, by_layer: bool) -> None:
     torch.manual_seed(1)

@@ -24,6 +24,8 @@ from phloem.runtime.layout import ModelLayout
 from streams.bench import LAYOUT, Bench, apply
 from streams.fake_device import FakeDriver, FakeStream
 
+pytestmark = pytest.mark.not_sim("real engines and their threads")
+
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:

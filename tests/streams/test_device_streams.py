@@ -14,10 +14,12 @@ import torch
 from phloem.cuda_streams.batches import Copy, CopyBatch
 from phloem.cuda_streams.device_streams import CallerStreams, DeviceStream, DeviceWorker
 from phloem.cuda_streams.fences import Fence, LoopPoster, StepTicket
-from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.workers import ThreadWorker
 from phloem.errors import InvalidRequest, RuntimeClosed
 from streams.bench import Bench
 from streams.fake_device import FakeDriver, FakeStream
+
+pytestmark = pytest.mark.not_sim("real engines and their threads")
 
 
 def post() -> LoopPoster:
@@ -171,7 +173,7 @@ class TestNamedStreams:
 
     async def test_f075_on_a_device_a_stream_of_it_must_be_named(self) -> None:
         driver, elsewhere = FakeDriver(), FakeDriver()
-        streams, cpu = CallerStreams(driver, post()), WorkerStream("cpu", post())
+        streams, cpu = CallerStreams(driver, post()), ThreadWorker("cpu", post())
         foreign = DeviceStream("far", elsewhere.new_stream("far"), elsewhere, post())
         for wrong, why in (
             (None, "no ambient"),
@@ -188,7 +190,7 @@ class TestNamedStreams:
 
     async def test_without_a_device_only_streams_of_threads(self) -> None:
         driver = FakeDriver()
-        streams, cpu = CallerStreams(None, post()), WorkerStream("cpu", post())
+        streams, cpu = CallerStreams(None, post()), ThreadWorker("cpu", post())
         mine = DeviceStream("mine", driver.new_stream("mine"), driver, post())
         assert streams.named(None) is None and streams.named(cpu) is cpu
         for wrong in (mine, torch.Stream(device="cpu")):

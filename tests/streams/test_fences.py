@@ -12,6 +12,8 @@ import pytest
 from phloem.cuda_streams.fences import Fence, LoopPoster, StepTicket
 from phloem.errors import InvalidRequest
 
+pytestmark = pytest.mark.not_sim("real engines and their threads")
+
 
 class HandStream:
     """A stream whose records pass when the test says so."""

@@ -23,6 +23,8 @@ from phloem.errors import HostMemoryShort
 from streams.bench import Bench, apply
 from streams.fake_device import FakeDriver, FakeStream
 
+pytestmark = pytest.mark.not_sim("real engines and their threads")
+
 
 def post() -> LoopPoster:
     return LoopPoster(asyncio.get_running_loop())

@@ -135,7 +135,7 @@ MUTANTS = [
         "test_fences.py::TestStepTicket::test_needs_both_the_end_and_the_stream",
     ),
     Mutant(
-        "a stream that runs something looks idle", "threads.py",
+        "a stream that runs something looks idle", "workers.py",
         "if not self._busy and not self._queue:", "if not self._queue:",
         "test_worker_stream.py::test_a_cancelled_caller_leaves_the_function_running",
     ),

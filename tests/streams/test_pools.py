@@ -235,6 +235,7 @@ class TestAdopted:
         (conv,) = {part.untyped_storage().nbytes() for part in host.state_rows.parts(0)}
         assert host.nbytes == conv + 3 * pools.page_bytes, "alignment is counted"
 
+    @pytest.mark.not_sim("a real engine")
     async def test_there_and_back(self) -> None:
         kv, states = self.tensors()
         pools = DevicePools.adopt(HYBRID, page_size=4, kv=kv, states=states)

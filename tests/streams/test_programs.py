@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from streams.programs import OPS, Op, run_ranked, run_real, run_virtual, some_ops
 
+pytestmark = pytest.mark.not_sim("real engines and their threads")
+
 KINDS = ["threads", "device, batched", "device, staged"]
 if torch.cuda.is_available():
     KINDS.append("cuda")

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from phloem.cuda_streams.fences import Fence, LoopPoster, StepTicket
-from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.lockstep import new_worker
+from phloem.cuda_streams.workers import WorkerStream
 from phloem.errors import RuntimeClosed
+
+
+def new() -> WorkerStream:
+    """Of a thread, or in virtual time on the simulated loop."""
+    loop = asyncio.get_running_loop()
+    return new_worker("model", LoopPoster(loop), loop)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110  any test's condition
+            await asyncio.sleep(0.001)
 
 
 @contextmanager
 def worker() -> Iterator[WorkerStream]:
-    stream = WorkerStream("model", LoopPoster(asyncio.get_running_loop()))
+    stream = new()
     try:
         yield stream
     finally:
@@ -25,11 +38,13 @@ def worker() -> Iterator[WorkerStream]:
 
 async def test_runs_in_order_on_one_named_thread() -> None:
     with worker() as stream:
-        seen: list[tuple[int, str]] = []
+        seen: list[tuple[int, threading.Thread]] = []
         for number in range(50):
-            stream.run(lambda n=number: seen.append((n, threading.current_thread().name)))
+            stream.run(lambda n=number: seen.append((n, threading.current_thread())))
         assert await stream.call(lambda a, b: a + b, 2, b=3) == 5
-        assert seen == [(number, "phloem-model") for number in range(50)]
+        assert [number for number, _ in seen] == list(range(50))
+        (thread,) = {thread for _, thread in seen}
+        assert thread is not threading.current_thread() and thread.name.startswith("phloem-")
 
 
 async def test_an_exception_reaches_the_caller_and_the_stream_goes_on() -> None:
@@ -42,25 +57,26 @@ async def test_an_exception_reaches_the_caller_and_the_stream_goes_on() -> None:
 async def test_record_waits_for_what_was_enqueued_and_for_no_more() -> None:
     with worker() as stream:
         assert stream.record().passed, "idle"
-        first, second = threading.Event(), threading.Event()
-        stream.run(first.wait)
+        first, second = Fence(), Fence()
+        stream.run(stream.hold, first)
         fence = stream.record()
-        stream.run(second.wait)
+        stream.run(stream.hold, second)
+        await asyncio.sleep(0.01)
         assert not fence.passed
         heard = asyncio.Event()
         fence.add_callback(heard.set)
-        first.set()
+        first.mark_passed()
         await asyncio.wait_for(heard.wait(), 5)
         assert fence.passed
-        second.set()
+        second.mark_passed()
 
 
 async def test_a_cancelled_caller_leaves_the_function_running() -> None:
     with worker() as stream:
-        gate, ended = threading.Event(), list[str]()
+        gate, ended = Fence(), list[str]()
 
         def work() -> None:
-            gate.wait()
+            stream.hold(gate)
             ended.append("ended")
 
         caller = asyncio.create_task(stream.call(work))
@@ -72,7 +88,7 @@ async def test_a_cancelled_caller_leaves_the_function_running() -> None:
             await caller
         step.abandon()  # what a `with` block does that is left before the launch was told
         assert not fence.passed and not step.fence.passed and not ended
-        gate.set()
+        gate.mark_passed()
         await stream.call(lambda: None)
         assert fence.passed and step.fence.passed and ended == ["ended"]
 
@@ -87,14 +103,15 @@ async def test_wait_holds_the_stream_until_the_fence() -> None:
         assert not work.done() and not recorded.passed
         order.append("fence")
         fence.mark_passed()
-        await asyncio.wrap_future(work)
+        await until(work.done)
         assert order == ["fence", "work"]
         stream.wait(Fence.settled())
         assert await stream.call(lambda: 1) == 1
 
 
+@pytest.mark.not_sim("close blocks a thread")
 async def test_close_lets_what_runs_end_and_refuses_the_rest() -> None:
-    stream = WorkerStream("model", LoopPoster(asyncio.get_running_loop()))
+    stream = new()
     began, gate, ran = threading.Event(), threading.Event(), list[str]()
     running = stream.run(lambda: (began.set(), gate.wait(), ran.append("running"))[1])
     began.wait()
@@ -119,10 +136,10 @@ async def test_close_lets_what_runs_end_and_refuses_the_rest() -> None:
 
 async def test_a_queued_function_can_be_cancelled_by_its_holder() -> None:
     with worker() as stream:
-        gate, ran = threading.Event(), list[str]()
-        stream.run(gate.wait)
+        gate, ran = Fence(), list[str]()
+        stream.run(stream.hold, gate)
         queued = stream.run(lambda: ran.append("queued"))
         assert queued.cancel()
-        gate.set()
+        gate.mark_passed()
         await stream.call(lambda: None)
         assert ran == []

@@ -7,6 +7,7 @@ where a worker thread launches, the same thread records, behind what it was give
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import torch
 
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.fences import Fence, Post, Stream
-from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.lockstep import new_worker
+from phloem.cuda_streams.workers import ThreadWorker, WorkerStream
 from phloem.errors import EngineDead, InvalidRequest
 
 __all__ = ["CallerStreams", "DeviceStream", "DeviceWorker", "EventWaiter"]
@@ -122,7 +124,7 @@ class DeviceStream:
         self._waiter.close()
 
 
-class DeviceWorker(WorkerStream):
+class DeviceWorker(ThreadWorker):
     """A named thread that runs functions in order, their torch operations on one device stream.
 
     For a model that is run by a worker thread. A function is over when its *launches* are; what it
@@ -202,12 +204,21 @@ class CallerStreams:
 
     With a driver there must be one, and it must be the device's: a fence of another would pass
     while the device still works. A stream of the driver's own kind is watched by a thread from the
-    first time it is named; there are at most `most` of these.
+    first time it is named; there are at most `most` of these. On a `loop` of virtual time workers
+    keep that.
     """
 
-    def __init__(self, driver: Driver | None, post: Post, *, most: int = 32) -> None:
+    def __init__(
+        self,
+        driver: Driver | None,
+        post: Post,
+        loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        most: int = 32,
+    ) -> None:
         self._driver = driver
         self._post = post
+        self._loop = loop
         self._most = most
         self._watched: dict[object, DeviceStream] = {}
 
@@ -252,7 +263,7 @@ class CallerStreams:
             return DeviceWorker(name, on, self._driver, self._post)
         if on is not None:
             raise InvalidRequest(f"{on!r} is a device's, and the pools are in CPU memory")
-        return WorkerStream(name, self._post)
+        return new_worker(name, self._post, self._loop)
 
     async def settled(self) -> None:
         """Wait until what was recorded so far has ended; a cancelled caller leaves nothing."""

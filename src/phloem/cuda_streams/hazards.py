@@ -8,6 +8,7 @@ target before it has landed reads POISON: a NaN in bfloat16, float16 and float32
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -41,10 +42,14 @@ def _poison(size: int) -> Tensor:
 
 
 class HazardChecker:
-    """Watches the running tickets of one engine; what it found is in `found`, in order."""
+    """Watches the running tickets of one engine; what it found is in `found`, in order.
 
-    def __init__(self) -> None:
+    `tell` hears of each at once.
+    """
+
+    def __init__(self, tell: Callable[[Hazard], None] | None = None) -> None:
         self.found: list[Hazard] = []
+        self._tell = tell
         # By ticket, layer, item, part: the source rows when the ticket started.
         self._sources: dict[int, dict[tuple[int, int, int], Tensor]] = {}
 
@@ -93,5 +98,7 @@ class HazardChecker:
             return
         for number, row in enumerate(ids):
             if not bool(same[number].all()):
-                label = ticket.batch.label
-                self.found.append(Hazard(kind, ticket.seq, label, layer, pool, row))
+                hazard = Hazard(kind, ticket.seq, ticket.batch.label, layer, pool, row)
+                self.found.append(hazard)
+                if self._tell is not None:
+                    self._tell(hazard)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from phloem.cuda_streams.engine import Ticket
 from phloem.cuda_streams.fences import Fence
-from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.workers import WorkerStream
 from phloem.errors import CopyFailed
 
 __all__ = ["Landing"]

@@ -24,8 +24,9 @@ from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, LoopPoster, Post, Stream
 from phloem.cuda_streams.host import ordinary_memory
+from phloem.cuda_streams.lockstep import SimulatedLoop
 from phloem.cuda_streams.pools import DevicePools
-from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.workers import WorkerStream
 from phloem.errors import InvalidRequest, RuntimeClosed, StaleHandle
 from phloem.events import RuntimeStarted, RuntimeStopped, Sink
 from phloem.runtime.checks import integer
@@ -101,7 +102,7 @@ class CacheRuntime:
         self.host_pools = host_pools_for(config, self.pools, host_memory or ordinary_memory)
         self._counts = Counts() if metrics else None
         self._events = several(events, self._counts)
-        self._new_engine = engine or engine_for(self._driver)
+        self._new_engine = engine
         self._core: Core | None = None
         self._engine: CopyEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,13 +132,14 @@ class CacheRuntime:
         if self._core is not None or self._closed:
             raise InvalidRequest("the runtime was opened before")
         self._loop = loop
-        self._engine = self._new_engine(post)
+        new_engine = self._new_engine or engine_for(self._driver, loop)
+        self._engine = new_engine(post)
         try:
             core = Core(
                 self.config,
                 self.pools,
                 self._engine,
-                CallerStreams(self._driver, post),
+                CallerStreams(self._driver, post, loop),
                 post,
                 self._events,
                 self._crashed,
@@ -215,7 +217,7 @@ class CacheRuntime:
                 self._pinned.close()  # nothing copies from or to it any more
             del pools
 
-        if stuck:
+        if stuck and not isinstance(self._loop, SimulatedLoop):
             Thread(target=stop, name="phloem-close", daemon=True).start()
         else:
             stop()

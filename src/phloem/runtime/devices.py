@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from phloem.cuda_streams.device import DeviceEngine
 from phloem.cuda_streams.driver import Driver
 from phloem.cuda_streams.engine import CopyEngine, Post
+from phloem.cuda_streams.hazards import Hazard, HazardChecker
 from phloem.cuda_streams.host import HostMemory
+from phloem.cuda_streams.lockstep import SimulatedLoop
 from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.cuda_streams.threads import ThreadEngine
+from phloem.cuda_streams.virtual import VirtualEngine
 from phloem.errors import InvalidRequest
 from phloem.runtime.config import CacheConfig, parse_bytes
 
@@ -106,8 +110,17 @@ def driver_for(device: torch.device) -> Driver | None:
     return CudaDriver(device)
 
 
-def engine_for(driver: Driver | None) -> EngineFactory:
-    """The engine that suits: of the device, or of worker threads."""
-    if driver is None:
-        return ThreadEngine
-    return lambda post: DeviceEngine(post, driver)
+def engine_for(driver: Driver | None, loop: object) -> EngineFactory:
+    """The engine that suits: of the device, of worker threads, or of a loop's virtual time."""
+    if driver is not None:
+        return lambda post: DeviceEngine(post, driver)
+    if isinstance(loop, SimulatedLoop):
+        return partial(_virtual_engine, loop)
+    return ThreadEngine
+
+
+def _virtual_engine(loop: SimulatedLoop, post: Post) -> CopyEngine:
+    def tell(hazard: Hazard) -> None:
+        loop.fail(AssertionError(f"memory was used while a copy used it: {hazard}"))
+
+    return VirtualEngine(loop.clock, post=post, hazards=HazardChecker(tell))

@@ -25,8 +25,9 @@ from phloem.actors.tree.keys import Namespace, Tokens
 from phloem.actors.tree.placement import Wanted
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
 from phloem.cuda_streams.driver import Driver
-from phloem.cuda_streams.engine import Stream
+from phloem.cuda_streams.engine import LoopPoster, Stream
 from phloem.cuda_streams.landing import Landing
+from phloem.cuda_streams.lockstep import SimulatedLoop
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
 from phloem.events import Sink
@@ -399,8 +400,13 @@ class BlockingCacheRuntime(_Facade):
         if self._loop.is_closed():
             work.close()
             raise RuntimeClosed("the event loop of the runtime is closed")
-        future = asyncio.run_coroutine_threadsafe(_as_task(work), self._loop)
+        loop = self._loop
+        future = asyncio.run_coroutine_threadsafe(_as_task(work), loop)
         try:
+            if isinstance(loop, SimulatedLoop):  # it stands still until this thread does
+                loop.lockstep.pause(
+                    lambda fn: future.add_done_callback(lambda _: fn()), post=LoopPoster(self._loop)
+                )
             return future.result()
         except BaseException:
             future.cancel()

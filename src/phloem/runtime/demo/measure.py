@@ -15,7 +15,7 @@ import msgspec
 from phloem.actors.tree.core import WritePolicy
 from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.pools import DevicePools
-from phloem.cuda_streams.threads import WorkerStream
+from phloem.cuda_streams.workers import ThreadWorker
 from phloem.runtime.cache import CacheRuntime, PoolStats
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.demo.faults import HANG_TIMEOUT_S, LoadFaults
@@ -179,7 +179,7 @@ async def compare(
 async def _serve_bare(
     model: TransformersModel, workload: Workload, settings: Settings, tick: Tick, clock: Clock
 ) -> tuple[dict[str, Completion], Served]:
-    stream = WorkerStream("model", LoopPoster(asyncio.get_running_loop()))
+    stream = ThreadWorker("model", LoopPoster(asyncio.get_running_loop()))
     pools = DevicePools.allocate(
         model.layout,
         pages=max(settings.pages, _BARE.pages) + 1,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 
     from phloem.cuda_streams.pools import DevicePools
-    from phloem.cuda_streams.threads import WorkerStream
+    from phloem.cuda_streams.workers import WorkerStream
 
 __all__ = ["BareCache", "BareRequest"]
 

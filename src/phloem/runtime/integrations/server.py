@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phloem.cuda_streams.fences import Fence
     from phloem.cuda_streams.landing import Landing
     from phloem.cuda_streams.pools import DevicePools
-    from phloem.cuda_streams.threads import WorkerStream
+    from phloem.cuda_streams.workers import WorkerStream
 
 __all__ = ["Completion", "HybridServer"]
 

@@ -5,8 +5,10 @@ costs one tick, so that a loop which retries does not freeze the clock. What rea
 is drawn from the seed: the order in which runnable *tasks* get their turn. What they promise is
 kept: timers, done-callbacks and the delivery of cancels run soon and in order.
 
-Plain asyncio and anyio run on it unchanged. It cannot see inside threads: a call from another
-thread is an error here, never silent noise, and work for executors is one atomic step.
+Plain asyncio and anyio run on it unchanged. What a program gives to threads by way of the loop (its
+executor, `asyncio.to_thread`, `anyio.to_thread`) or of a runtime (`worker_stream`) takes turns with
+it, see `phloem.cuda_streams.lockstep`. A thread that the program starts by itself cannot be
+repeated: when it calls into the loop, that is an error, never silent noise.
 """
 
 # A loop is made of what the standard library keeps and does not publish; each Python version's
@@ -21,15 +23,19 @@ import itertools
 import math
 import random
 import threading
+from asyncio.base_events import _run_until_complete_cb  # type: ignore[attr-defined]  # private
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from contextvars import Context
+from functools import partial
 from types import CoroutineType
 from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, cast, get_args
 
 from phloem.cuda_streams.clocks import LoopClock
+from phloem.cuda_streams.lockstep import Lockstep
 from phloem.errors import InvalidRequest
+from phloem.runtime.simulation.anyio_threads import simulate_anyio_threads
 from phloem.runtime.simulation.draws import Draws
 
 __all__ = ["POLICIES", "Policy", "SimDeadlock", "SimLivelock", "SimLoop", "SimTask"]
@@ -126,6 +132,7 @@ class SimLoop(asyncio.BaseEventLoop):
         history: int = 100,
     ) -> None:
         super().__init__()
+        self.lockstep = Lockstep()
         if policy not in POLICIES:
             self.close()
             raise InvalidRequest(f"no policy is called {policy!r}; there are {POLICIES}")
@@ -154,6 +161,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.set_task_factory(cast("Any", self._new_task))
         self.set_exception_handler(self._unheard)
         self.clock = LoopClock(self)
+        simulate_anyio_threads()
         if isinstance(self.rng, Draws):
             self.rng.where = self._where
 
@@ -183,6 +191,13 @@ class SimLoop(asyncio.BaseEventLoop):
         if self._failure is None and not self._ending:
             self._failure = error
 
+    def raise_unheard(self) -> None:
+        """Raise what has gone wrong and nobody was told of yet."""
+        if self._failure is not None:
+            raise self._failure
+        if self.errors:
+            raise self.errors[0]
+
     def wind_up(self) -> None:
         """The run is over, for good or bad: nothing counts any more but that everybody leaves."""
         self._ending = True
@@ -195,6 +210,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """Run exactly one callback; `run_forever` calls this until the loop is stopped."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            self._forget_stop()
             raise failure
         if self.steps >= self._steps_max:
             self._steps_max += 1_000_000  # the cancellation that follows must be able to run
@@ -221,6 +237,13 @@ class SimLoop(asyncio.BaseEventLoop):
         if len(ready) > before + 1 and self._keeps_order():
             arrived = [ready.pop() for _ in range(len(ready) - before)]
             ready.extend(_tasks_by_birth(arrived[::-1], task))
+
+    def _forget_stop(self) -> None:
+        """A run that has failed at its last step must not end the next one, which tidies up."""
+        for handles in (cast("_Loop", self)._ready, self._round):
+            for handle in handles:
+                if cast("_Handle", handle)._callback is _run_until_complete_cb:
+                    handle.cancel()
 
     def _keeps_order(self) -> bool:
         return self.policy == "fifo" or (self._scramble is not None and self.steps > self._scramble)
@@ -329,28 +352,80 @@ class SimLoop(asyncio.BaseEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """One atomic step after a drawn delay (`asyncio.to_thread` comes here)."""
+        """`func` runs at one instant of virtual time (`asyncio.to_thread` comes here).
+
+        A caller that is cancelled before a thread would have begun keeps it from running; later it
+        runs all the same, with nobody to hear of it.
+        """
         del executor
         future: asyncio.Future[T] = self.create_future()
+        outcome: list[Callable[[], None]] = []
 
-        def finish() -> None:
-            if future.done():
-                return
+        def run() -> None:
             try:
-                future.set_result(func(*args))
-            except Exception as error:  # noqa: BLE001  whoever awaits gets it, as from an executor
-                future.set_exception(error)
+                value = func(*args)
+            except BaseException as error:  # noqa: BLE001  whoever awaits gets it
+                outcome.append(partial(future.set_exception, error))
+            else:
+                outcome.append(partial(future.set_result, value))
 
-        self.call_later(self.rng.expovariate(1e4), finish)
+        def end() -> None:
+            if not future.done():
+                outcome.pop()()
+
+        def begin() -> None:
+            if not future.cancelled():
+                self.clock.call_at(self._thread_ns(), self.lockstep.turn(run, end).go_on)
+
+        self.clock.call_at(self._thread_ns(), begin)
         return future
+
+    def thread_delay_ns(self) -> int:
+        """See `SimulatedLoop`: a tenth of a millisecond, more or less."""
+        return round(self.rng.expovariate(1e4) * 1e9)
+
+    def _thread_ns(self) -> int:
+        return self.clock.now_ns() + self.thread_delay_ns()
 
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """`call_soon`; raises `RuntimeError` when another thread calls while the loop runs."""
-        if cast("_Loop", self)._thread_id not in (None, threading.get_ident()):
-            raise RuntimeError("a real thread called into a simulation: use a virtual engine")
-        return self.call_soon(callback, *args, context=context)
+        """`call_soon`; raises `RuntimeError` when a thread calls while the loop runs.
+
+        But for those whose turn it is: they may.
+        """
+        mine = cast("_Loop", self)._thread_id in (None, threading.get_ident())
+        if not mine and not self.lockstep.here:
+            error = RuntimeError(
+                f"the thread {threading.current_thread().name!r} called into a simulation; only "
+                "work given to it by asyncio.to_thread, anyio.to_thread, run_in_executor or "
+                "CacheRuntime.worker_stream takes turns with it, and copies of a virtual engine"
+            )
+            self.fail(error)
+            raise error
+        return super().call_soon(callback, *args, context=context)
+
+    def call_soon(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """See `asyncio.loop.call_soon`. Raises `RuntimeError` in work given to a thread.
+
+        There a future that is set, say, would wake nobody on a real loop.
+        """
+        if self.lockstep.current is not None and self.lockstep.here:
+            raise RuntimeError(
+                "work given to a thread touched what belongs to the loop: a real one may not hear "
+                "of it; use loop.call_soon_threadsafe"
+            )
+        return super().call_soon(callback, *args, context=context)
+
+    def close(self) -> None:
+        """See `asyncio.loop.close`; work that waits in the middle is given up."""
+        self.lockstep.close()
+        super().close()
 
 
 def where_it_waits(task: asyncio.Task[Any]) -> str:

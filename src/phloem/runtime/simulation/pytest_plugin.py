@@ -6,17 +6,20 @@ Switch it on with `-p phloem.runtime.simulation.pytest_plugin`, or in `conftest.
     @pytest.mark.sim                        # on asyncio's loop, and on the simulated one by seeds
     @pytest.mark.sim(seeds=50, only=True)   # on the simulated one only
     @pytest.mark.sim(seeds=1, policy="fifo")   # a test that relies on asyncio's own order of tasks
+    @pytest.mark.not_sim("why")             # never; for a module that is marked, or a parameter
 
 `--sim-seeds N` sets the number of seeds where the mark does not, `--sim-seed S` runs the one seed
 `S`, `--sim-policy P` one policy instead of all in turn. The seed and policy are part of the test's
-id, so the id of a failure says how to repeat it.
+id; a failure tells the last steps and how to repeat it. An exception that no task was there to hear
+fails the test, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from functools import partial
+import shlex
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 import pytest
 
@@ -45,29 +48,46 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "sim(seeds=N, policy=P, only=False): also run on the simulated loop, or only there",
     )
+    config.addinivalue_line("markers", "not_sim(why): never run on the simulated loop")
 
 
-def sim_loops(config: pytest.Config, item: pytest.Item) -> tuple[dict[str, LoopFactory], bool]:
+class _Simulated:
+    """Makes the loop of one seed, and remembers the last."""
+
+    def __init__(self, seed: int, policy: Policy) -> None:
+        self.seed = seed
+        self.policy: Policy = policy
+        self.loop: SimLoop | None = None
+
+    def __call__(self) -> SimLoop:
+        self.loop = SimLoop(self.seed, policy=self.policy)
+        return self.loop
+
+
+def sim_loops(
+    config: pytest.Config, item: pytest.Item, *, unmarked: int = 0
+) -> tuple[dict[str, LoopFactory], bool]:
     """The simulated loops that a test runs on, by id, and whether it runs only there.
 
-    For projects with a `pytest_asyncio_loop_factories` hook of their own, which then counts instead
-    of this plugin's.
+    `unmarked`: so many seeds for tests without a mark. For projects with a
+    `pytest_asyncio_loop_factories` hook of their own, which then counts instead of this plugin's.
     """
     mark = item.get_closest_marker("sim")
-    if mark is None:
+    if _must_not(item) or (mark is None and not unmarked):
         return {}, False
+    told: Mapping[str, Any] = {"seeds": unmarked} if mark is None else mark.kwargs
     known = {"seeds", "policy", "only"}
-    if unknown := sorted(set(mark.kwargs) - known) or mark.args:
+    if unknown := sorted(set(told) - known) or (() if mark is None else mark.args):
         raise InvalidRequest(f"the mark `sim` takes {sorted(known)}, not {unknown}")
     asked: int | None = config.getoption("--sim-seeds")
     one: int | None = config.getoption("--sim-seed")
-    policy: Policy | None = config.getoption("--sim-policy") or mark.kwargs.get("policy")
-    count: int = mark.kwargs.get("seeds", _SEEDS) if asked is None else asked
+    policy: Policy | None = config.getoption("--sim-policy") or told.get("policy")
+    count: int = told.get("seeds", _SEEDS) if asked is None else asked
     loops: dict[str, LoopFactory] = {}
     for seed in range(count) if one is None else (one,):
         chosen = policy or POLICY_TURNS[seed % len(POLICY_TURNS)]
-        loops[f"sim-{chosen}-{seed}"] = partial(SimLoop, seed, policy=chosen)
-    return loops, bool(mark.kwargs.get("only", False))
+        loops[f"sim-{chosen}-{seed}"] = _Simulated(seed, chosen)
+    return loops, bool(told.get("only", False))
 
 
 @pytest.hookimpl(trylast=True)
@@ -77,3 +97,58 @@ def pytest_asyncio_loop_factories(
     """For pytest-asyncio: asyncio's own loop, and the simulated ones of a marked test."""
     loops, only = sim_loops(config, item)
     return loops if only else {"asyncio": asyncio.new_event_loop, **loops}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """See pytest: a mark `not_sim` of a parameter is not known before."""
+    left_out = [item for item in items if _simulated(item) is not None and _must_not(item)]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """See pytest."""
+    result = yield
+    made = _simulated(item)
+    if made is not None and made.loop is not None:
+        made.loop.raise_unheard()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """See pytest."""
+    report = yield
+    made = _simulated(item)
+    if report.failed and made is not None and made.loop is not None:
+        report.sections.append(("simulation", _told(item, made.loop, made)))
+    return report
+
+
+def _must_not(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("not_sim")
+    if mark is not None and (len(mark.args) != 1 or mark.kwargs):
+        raise InvalidRequest("the mark `not_sim` takes one argument: why")
+    return mark is not None
+
+
+def _simulated(item: pytest.Item) -> _Simulated | None:
+    """What makes the loop of a test, if that is simulated."""
+    callspec = getattr(item, "callspec", None)
+    values: list[object] = [] if callspec is None else list(callspec.params.values())
+    return next((value for value in values if isinstance(value, _Simulated)), None)
+
+
+def _told(item: pytest.Item, loop: SimLoop, made: _Simulated) -> str:
+    options = ["--sim-seed", str(made.seed), "--sim-policy", made.policy]
+    lines = [
+        f"seed {made.seed}, policy {made.policy}, step {loop.steps}, {loop.time():.6f} virtual s; "
+        "the last steps:",
+        *(f"  {now_ns / 1e9:.6f} {what}" for now_ns, what in list(loop.history)[-12:]),
+        f"repeat it with: pytest {shlex.join([*options, item.nodeid])}",
+    ]
+    return "\n".join(lines)
