@@ -37,6 +37,7 @@ def one_after_another(workload: Workload) -> Workload:
     return replace(workload, turns=chained)
 
 
+@pytest.mark.not_sim("these faults block threads")
 @pytest.mark.parametrize("write_policy", ["write_through", "selective", "write_back"])
 @pytest.mark.parametrize("faults", ["", "fail:3", "hang:3", "late:3"])
 async def test_outputs_are_the_same_whatever_becomes_of_loads(

@@ -120,14 +120,16 @@ async def test_what_came_of_a_load_that_failed_is_kept(
 async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
     layout: ModelLayout, inline: bool
 ) -> None:
-    launched = threading.Event()
-
-    def fault(ticket: Ticket, layer: int) -> None:
-        if ticket.batch.channel == "h2d" and layer == 1 and launched.wait(30):
-            raise CopyFailed("a page cannot be read", rows_ok=2)
-
     async with roomy(inline, layout, copy_timeout_s=60) as here:
+        gate = here.gate
+
+        def fault(ticket: Ticket, layer: int) -> None:
+            gate(ticket, layer)
+            if ticket.batch.channel == "h2d" and layer == 1:
+                raise CopyFailed("a page cannot be read", rows_ok=2)
+
         prompt = await on_the_host(here)
+        gate.loads_up_to(1)  # not before the pass
         breaks(here, fault)
         request = await here.cache.open_request(prompt)
         await request.allocate(1)
@@ -135,7 +137,7 @@ async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
         with here.cache.step([request], stream=here.stream) as step:
             here.stream.run(lambda: None)
             step.launched({request: len(prompt)})
-        launched.set()
+        gate.open()
         with pytest.raises(TransferFailed) as failed:
             await request.ready()
         assert failed.value.tokens_ok == request.computed == request.usable == 2 * PAGE
