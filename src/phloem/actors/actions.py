@@ -91,7 +91,8 @@ class Reserve(msgspec.Struct, frozen=True, gc=False, tag=True):
     """To the allocator of `tier`: room for an operation, all or nothing.
 
     Answered to the tree by `Reserved` or `NotReserved`, in the same drain unless it may `wait` for
-    what copies in flight will free; it never waits for anything else.
+    what copies in flight will free; it never waits for anything else. `idle`: nothing is evicted
+    for it either.
     """
 
     op: int
@@ -99,6 +100,7 @@ class Reserve(msgspec.Struct, frozen=True, gc=False, tag=True):
     pages: int
     states: int
     wait: bool = False
+    idle: bool = False
 
 
 class Places(msgspec.Struct, frozen=True, gc=False):
@@ -117,10 +119,14 @@ class BackupToHost(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class LoadToDevice(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """To the transfer actor: copy host data to the device, layer by layer; `Copied(op)` follows."""
+    """To the transfer actor: copy host data to the device, layer by layer; `Copied(op)` follows.
+
+    `idle`: nobody waits for it, so all others go first.
+    """
 
     op: int
     items: tuple[Places, ...]
+    idle: bool = False
 
 
 Action: TypeAlias = (

@@ -168,7 +168,9 @@ class AllocatorActor:
         domain, ledger = self._domain, self._ledger
         message = Allocate(action.pages, action.states, f"op {action.op}")
         assert self._tree is not None
-        too_much = not ledger.ever_fits(action.pages, action.states)
+        too_much = not ledger.ever_fits(action.pages, action.states) or (
+            action.idle and not ledger.fits(action.pages, action.states)
+        )
         if too_much or self._line:
             domain.send(self._tree, NotReserved(action.op))
             return

@@ -77,13 +77,15 @@ class Match(Message, frozen=True, gc=False, eq=False):
 class Acquire(Message, frozen=True, gc=False, eq=False):
     """Lease the deepest boundary within the first `limit` tokens.
 
-    `wait=False`: answered in the same drain, whatever the room for a load.
+    `wait=False`: answered in the same drain, whatever the room for a load. `idle`: a load takes
+    room only where nobody needs it, and is copied when nothing else is.
     """
 
     key: TokenKey
     limit: int
     owner: str
     wait: bool = True
+    idle: bool = False
 
 
 class Open(Message, frozen=True, gc=False, eq=False):

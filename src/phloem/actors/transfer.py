@@ -28,7 +28,8 @@ from phloem.events import Context, CopyEnded, CopySubmitted, Sink
 __all__ = ["TransferActor", "Watchdog"]
 
 
-_BULK = 1  # the priority of backups: loads that a request waits for go first
+_BULK = 1  # the priority of backups: loads that a request waits for go first ...
+_IDLE = 2  # ... and those that nobody waits for last
 
 
 class _Copy(NamedTuple):
@@ -148,7 +149,8 @@ class TransferActor:
         """Into places that were free, so after nothing; layer by layer, in the model's order."""
         items = tuple(self._between(part, to_host=False) for part in action.items)
         pages, states = _device_places(action.items, to_host=False)
-        batch = self._batch(action.op, "load", items, (), "h2d", by_layer=True)
+        priority = _IDLE if action.idle else 0
+        batch = self._batch(action.op, "load", items, (), "h2d", by_layer=True, priority=priority)
         self._submit(action.op, "load", ((0, batch),), pages=pages, states=states)
 
     def _between(self, part: Places, *, to_host: bool) -> Copy:

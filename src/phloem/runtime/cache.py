@@ -52,6 +52,7 @@ from phloem.runtime.nowait import (
 from phloem.runtime.observe.counts import Counts
 from phloem.runtime.observe.explain import Explanation, explain_live
 from phloem.runtime.opening import RequestOptions, open_message, undo_lease
+from phloem.runtime.prefetching import prefetch
 from phloem.runtime.request import Request
 from phloem.runtime.stats import PoolStats, Stats, pool_stats
 from phloem.runtime.step import Step
@@ -400,6 +401,25 @@ class CacheRuntime:
         message = m.Acquire(key, limit_of(key, whole), owner)
         acquired = await core.domain.call(core.tree_actor, message, undo_lease(core))
         return Lease(core, *lease_and_match(acquired))
+
+    async def prefetch(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = None,
+        marks: Sequence[ContentMark] = (),
+        whole: bool = False,
+    ) -> int:
+        """Bring what the host has of a prompt to the device, ahead of the request for it.
+
+        Returns the tokens that the device can serve at the end. It is optional work: it takes only
+        room that is free, and none while anybody waits for some; its copy goes behind all that
+        requests wait for; and no more than `prefetches_max` are made at once. Where that forbids
+        it, or the copy fails, it ends with what the device has. What was brought is cache like any
+        other. A cancelled caller leaves a copy that was begun to its end.
+        """
+        key = TokenKey.of(tokens, namespace, marks)
+        return await prefetch(self.core, key, limit_of(key, whole))
 
     async def allocate(
         self,

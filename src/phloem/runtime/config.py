@@ -63,7 +63,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     its second, "write_back" when it leaves the device. The states named in `int8_states` are kept
     there as 8-bit codes, the others exactly. Nobody waits longer than `copy_timeout_s` for a copy
     that could begin: what one between the tiers was to bring is computed instead, and of one on the
-    device (the private copy of a state) the caller is told by `CopyFailed`.
+    device (the private copy of a state) the caller is told by `CopyFailed`. `prefetches_max` bounds
+    the loads that are made ahead of requests at a time; see `CacheRuntime.prefetch`.
     """
 
     layout: ModelLayout
@@ -81,6 +82,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_bytes_per_s: float = 0.0
     write_policy: WritePolicy = "write_through"
     int8_states: tuple[str, ...] = ()
+    prefetches_max: int = 4
     eviction: str = "benefit"
     placement: Placement = Placement()
     enabled: bool = True
@@ -96,6 +98,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("page_size", "state_chunk", "device_pages", "queue_max", "snapshot_slots"):
             integer(name, getattr(self, name), 1)
         integer("audit_nodes", self.audit_nodes)
+        integer("prefetches_max", self.prefetches_max)
         integer("device_states", self.device_states, 1 if self.layout.has_states else 0)
         self._check_spans()
         policy_named(self.eviction)

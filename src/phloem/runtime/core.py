@@ -117,6 +117,7 @@ class Core:
         self.refused_checkpoints = 0
         self.tokens_loaded = 0
         self.leases_leaked = 0
+        self.prefetches = 0  # under way
         self.closing = False
         self._leaked: deque[TreeLease] = deque()
         self._ids = 0

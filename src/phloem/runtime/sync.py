@@ -245,6 +245,12 @@ class _Facade:
         """Lease the deepest boundary."""
         return self._drive(self.inner.acquire(tokens, namespace=namespace, owner=owner))
 
+    def prefetch(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, whole: bool = False
+    ) -> int:
+        """Bring what the host has of a prompt to the device, ahead of the request for it."""
+        return self._drive(self.inner.prefetch(tokens, namespace=namespace, whole=whole))
+
     def allocate(
         self, *, pages: int = 0, states: int = 0, owner: str = "", wait: bool = True
     ) -> Grant:

@@ -157,7 +157,7 @@ class TreeActor:
             self._tell.acquired(message, lease, match)
         if self.tiers is None:
             return lease, match
-        return self.tiers.answer(lease, match, wait=message.wait)
+        return self.tiers.answer(lease, match, wait=message.wait, idle=message.idle)
 
     def _on_open(self, message: m.Open) -> object:
         self.tree.tick(self._clock())

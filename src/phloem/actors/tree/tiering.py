@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec import structs
 
 from phloem.actors import messages as m
-from phloem.actors.actions import TREE, Action, Reserve
+from phloem.actors.actions import TREE, Action, LoadToDevice, Reserve
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.ledger import Ledger
 from phloem.actors.telling import Teller
@@ -48,6 +48,7 @@ class Tiering:
         self._opens_at: int | None = None
         self._clock = clock  # milliseconds
         self._given_up: set[int] = set()  # operations whose copies take too long
+        self._idle: set[int] = set()  # loads that wait for their room, and nobody for them
         self._tell = tell
         self._let_waiters_retry = let_waiters_retry
         self._tree_actor = tree_actor
@@ -112,15 +113,20 @@ class Tiering:
             match = structs.replace(match, not_loaded=not_loaded, why_not=why_not)
         return structs.replace(match, usable=usable, state_tier=tier, alternatives=ways)
 
-    def answer(self, lease: Lease, match: Match, *, wait: bool = True) -> object:
+    def answer(
+        self, lease: Lease, match: Match, *, wait: bool = True, idle: bool = False
+    ) -> object:
         """Plan what a lease just taken leads to, and answer its caller when room is certain.
 
         Who does not `wait` is answered in this drain: a load of its own is refused rather than
         wait for room, and of one that waits for others it is not known whether it gets any.
+        `idle`: a load of its own is refused rather than have anything evicted.
         """
         number, actions = self._tree.plan(lease)
         if not wait:
-            actions = [_at_once(action) for action in actions]
+            actions = [_at_once(action, idle=idle) for action in actions]
+        if idle and any(isinstance(a, Reserve) and a.tier == "device" for a in actions):
+            self._idle.add(number)
         self._dispatch(actions)
         self.look_again()
         operation = self._tree.operations.live.get(number)
@@ -150,10 +156,17 @@ class Tiering:
 
     def _on_reserved(self, message: m.Reserved) -> None:
         actions = self._tree.reserved(message.op, message.account, message.pages, message.states)
+        if message.op in self._idle:
+            self._idle.discard(message.op)
+            actions = [
+                structs.replace(action, idle=True) if isinstance(action, LoadToDevice) else action
+                for action in actions
+            ]
         self._dispatch(actions)
         self._answer_all(message.op)
 
     def _on_not_reserved(self, message: m.NotReserved) -> None:
+        self._idle.discard(message.op)
         ended, actions = self._tree.not_reserved(message.op)
         self._ended(ended, actions, "no_room")
         if ended.moved:  # what their leases protected may go
@@ -272,8 +285,10 @@ class Tiering:
                 self._domain.fail(reply, reset)
 
 
-def _at_once(action: Action) -> Action:
-    return structs.replace(action, wait=False) if isinstance(action, Reserve) else action
+def _at_once(action: Action, *, idle: bool) -> Action:
+    if not isinstance(action, Reserve):
+        return action
+    return structs.replace(action, wait=False, idle=idle and action.tier == "device")
 
 
 def standing_on(lease: Lease, match: Match) -> Match:
