@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 import pytest
-from serving import PAGE, House, house, run, seed
+from serving import ATTENTION, PAGE, House, house, run, seed
 
 from phloem import CacheReset, NoRoom, PoolFigures
 from phloem.events import Evicted
@@ -195,3 +195,25 @@ async def test_who_does_not_wait_does_not_wait_for_the_room_of_a_load(inline: bo
         assert len(joined.pages) == 2
         joined.release()
         (await opening).abort()
+
+
+async def test_what_a_holder_takes_is_made_up_for_at_once(inline: bool) -> None:
+    """What was free when the tree was asked went to another, and was asked for only much later."""
+    async with house(
+        inline=inline, layout=ATTENTION, pages=6, host_bytes="1MiB", write_policy="write_back"
+    ) as here:
+        for first in (1, 100):
+            await seed(here, run(first, PAGE))
+        held = await here.cache.allocate(pages=3, owner="holder")
+        here.gate.shut()
+        waits = asyncio.ensure_future(here.cache.allocate(pages=2, owner="newcomer"))
+        await rounds()
+        assert here.cache.stats().tree.pages_leaving == 1, "one is free"
+        more = await here.cache.allocate(pages=1, owner="holder")
+        await rounds()
+        assert here.cache.stats().tree.pages_leaving == 2
+        here.gate.open()
+        for grant in (await asyncio.wait_for(waits, 5), held, more):
+            here.cache.release(grant)
+        await here.settled()
+        await here.cache.audit()

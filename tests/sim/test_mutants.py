@@ -25,9 +25,10 @@ mutants = _load()
 
 
 def test_every_mutant_changes_one_line_of_the_source_as_it_is() -> None:
-    names = [mutant.name for mutant in mutants.MUTANTS]
-    assert len(set(names)) == len(names) >= 25
-    for mutant in mutants.MUTANTS:
+    everyone = [*mutants.MUTANTS, *(mutant for mutant, _ in mutants.KILLED_BY)]
+    names = [mutant.name for mutant in everyone]
+    assert len(set(names)) == len(names) > len(mutants.MUTANTS) >= 25
+    for mutant in everyone:
         text = (mutants.PACKAGE / mutant.file).read_text(encoding="utf-8")
         assert text.count(mutant.old) == 1, f"{mutant.name}: adapt its line to {mutant.file}"
         assert mutant.old != mutant.new
@@ -38,3 +39,8 @@ def test_a_mutant_is_found(name: str) -> None:
     (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == name)
     found = mutants.hunt(mutant, starts=(0,), seeds_max=200)
     assert found.seeds[0] is not None, found
+
+
+def test_a_mutant_that_runs_hardly_find_is_killed_by_its_test() -> None:
+    mutant, killer = mutants.KILLED_BY[0]
+    assert mutants.is_killed(mutant, killer)

@@ -271,6 +271,7 @@ class AllocatorActor:
         else:
             self._domain.complete(waiter.reply, grant)
         self._domain.context = others
+        self._untry()  # what it took may be missing to those behind it now
 
     def _refuse(self, waiter: Waiter, *, deadlock: bool = False) -> None:
         self._line.leave(waiter)

@@ -294,9 +294,7 @@ class LoadingTree(HostSheddingTree):
         if operation.phase != "submitted" or operation.outcome is not None:
             raise InvalidRequest(f"{operation} is not being copied")
         end = _Ending([], [], [], [], [])
-        if operation.generation != self.generation or not (
-            operation.pieces or operation.state_node
-        ):
+        if not (operation.pieces or operation.state_node):  # given up, by a reset or before
             end.operations.append(number)
             self._give_back(operation, end.actions)
             return self._concluded(end)

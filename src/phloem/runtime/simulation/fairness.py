@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phloem.actors import messages as m
+from phloem.actors.frames import SharedLedger
 from phloem.runtime.core import Core
 from phloem.runtime.simulation.model import Violation
 
@@ -80,23 +81,33 @@ class Fairness:
                     f"allocation of {waiter.owner!r} was served before {overtaken[0].owner!r}'s"
                 )
 
-    def at_rest(self, core: Core) -> None:
-        """Nothing is queued: the first who waits cannot be served."""
+    def at_rest(self, core: Core, *, backup_refused: bool) -> None:
+        """Nothing is queued: the first who waits cannot be served.
+
+        `backup_refused`: for want of room on the host, since the tree was asked for room. What it
+        was to copy stays until what leaves below it is gone: asked again, it is refused again.
+        """
         head = next(core.allocator.queue(), None)
         if head is None:
             return
         kv, state, tree = core.ledger.kv, core.ledger.state, core.tree.figures()
-        if tree.pages_leaving or tree.states_leaving:
-            return  # it waits for backups of what makes room for it
+        leaving = tree.pages_leaving + tree.states_leaving
+        if leaving and (backup_refused or isinstance(core.ledger, SharedLedger)):
+            return  # in one memory pages and states make room for each other, in frames
+        short = max(0, head.pages - kv.free), max(0, head.states - state.free)
+        pages, states = core.tree.beyond_leaving(*short)
+        if leaving and not pages and not states:
+            return  # all that it waits for comes with the backups in flight
         spans = zip(head.spans, core.ledger.spans, tree.spans, strict=False)
         if (
-            head.pages <= kv.free + tree.pages_evictable
-            and head.states <= state.free + tree.states_evictable
+            pages <= tree.pages_evictable
+            and states <= tree.states_evictable
             and all(asked <= pool.free + of.evictable for asked, pool, of in spans)
         ):
             raise Violation(
                 f"{head.owner!r} waits for {head.pages} pages and {head.states} states: "
-                f"{kv.free} and {state.free} are free, {tree.pages_evictable} and "
+                f"{kv.free} and {state.free} are free, {tree.pages_leaving} and "
+                f"{tree.states_leaving} leave, {tree.pages_evictable} and "
                 f"{tree.states_evictable} can go"
             )
 

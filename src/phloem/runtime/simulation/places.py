@@ -139,7 +139,8 @@ class Places:
         self._between: dict[int, tuple[Sequence[int], Sequence[int]]] = {}  # not submitted yet
         self._copies: dict[int, _Touched] = {}
         self._quiet: set[int] = set()  # of those, the ones that touch nothing any more
-        self._failed: set[int] = set()  # operations whose copy brought nothing
+        # Operations whose copy failed, with the pages that came all the same.
+        self._failed: dict[int, Sequence[int]] = {}
         self._handlers: dict[type[Event], Callable[..., None]] = {
             RuntimeStarted: self._started,
             Granted: self._granted,
@@ -199,9 +200,11 @@ class Places:
         tier = self._tier(event.tier)
         owner = tier.names.get(event.account, "")
         op = int(owner.removeprefix("op ") or 0)
-        if op in self._copies or op in self._failed:
-            what = "failed" if op in self._failed else "is in flight"
-            raise Violation(f"the copy of {owner} {what}, and the tree shows its data: {event}")
+        if op in self._copies:
+            raise Violation(f"the copy of {owner} is in flight, and the tree shows data: {event}")
+        came = self._failed.get(op)
+        if came is not None and (event.component != "kv" or not set(event.ids) <= set(came)):
+            raise Violation(f"the copy of {owner} failed, and the tree shows its data: {event}")
         tier.move(event.component, event.ids, event.account, TREE, event)
 
     def copies_between(self, op: int, pages: Sequence[int], states: Sequence[int]) -> None:
@@ -223,7 +226,12 @@ class Places:
         del self._copies[event.op]
         self._quiet.discard(event.op)
         if event.error:
-            self._failed.add(event.op)
+            self._failed[event.op] = ()
+
+    def copy_spared(self, op: int, pages: Sequence[int]) -> None:
+        """Of a copy that failed, these pages have come."""
+        if op in self._failed:
+            self._failed[op] = pages
 
     def copy_quiet(self, op: int) -> None:
         """The engine has left a copy's memory alone; the runtime may hear of it later."""

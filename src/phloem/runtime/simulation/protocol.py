@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 from phloem.actors import messages as m
 from phloem.actors.actions import (
@@ -26,6 +27,7 @@ from phloem.actors.actions import (
     Reserve,
     Tier,
 )
+from phloem.errors import CopyFailed
 from phloem.runtime.core import Core
 from phloem.runtime.simulation.model import Violation
 from phloem.runtime.simulation.places import Places as Ownership
@@ -53,8 +55,10 @@ class Protocol:
         self._inserts: deque[int] = deque()  # turns of inserts whose messages may still come
         self._capped_by = -1  # the last of them that applied the cap of states
         self._copies: set[int] = set()  # asked for and not acknowledged
+        self._loading: dict[int, Sequence[int]] = {}  # of those, the pages that loads bring
         self._reserving: dict[Tier, list[int]] = {"device": [], "host": []}
         self._asking: Counter[Tier] = Counter()
+        self.backup_refused = False  # since the tree was asked for room the last time
 
     def begin(self, what: str, message: object, core: Core) -> None:
         """A turn begins."""
@@ -97,12 +101,17 @@ class Protocol:
                 if message.op not in self._copies:
                     raise Violation(f"copy {message.op} is acknowledged and was not asked for")
                 self._copies.remove(message.op)
+                targets = self._loading.pop(message.op, ())
+                if isinstance(message.error, CopyFailed):
+                    self._places.copy_spared(message.op, targets[: message.error.rows_ok])
             case Reserve():
                 self._reserving[message.tier].append(message.op)
             case m.Reserved() | m.NotReserved():
                 self._answered(message.op, granted=isinstance(message, m.Reserved))
-            case m.MakeRoom() if message.tell:
-                self._asked("device")
+            case m.MakeRoom():
+                self.backup_refused = False
+                if message.tell:
+                    self._asked("device")
             case m.MakeHostRoom():
                 self._asked("host")
             case m.MadeRoom():
@@ -121,6 +130,8 @@ class Protocol:
         on_host: dict[str, list[int]] = {"kv": [], "state": []}
         for part in action.items:
             on_host[part.component].extend(_host_side(part, isinstance(action, BackupToHost)))
+            if part.component == "kv" and isinstance(action, LoadToDevice):
+                self._loading[action.op] = part.targets
         self._places.copies_between(action.op, on_host["kv"], on_host["state"])
 
     def _answered(self, op: int, *, granted: bool) -> None:
@@ -129,6 +140,7 @@ class Protocol:
             on_device.remove(op)
         elif op in on_host and (on_host[0] == op or not granted):  # too much is refused at once
             on_host.remove(op)
+            self.backup_refused = self.backup_refused or not granted
         else:
             raise Violation(f"reservation {op} is answered; those of the host wait as {on_host}")
 

@@ -252,7 +252,7 @@ class Watch:
             return
         try:
             if core.allocator.waiting:
-                self.fairness.at_rest(core)
+                self.fairness.at_rest(core, backup_refused=self.protocol.backup_refused)
             every = self._audit_every
             patience = min(every * (1 + core.tree.radix.nodes // _NODES), max(every, _TURNS))
             if core.domain.turns - self._audited_at >= patience:
