@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
-from phloem import CacheConfig, CacheRuntime, ModelLayout, Request, StateSpec
+from phloem import CacheConfig, CacheRuntime, ModelLayout, NoRoom, Request, StateSpec
 
 HYBRID = ModelLayout.hybrid(
     kv_layers=1,
@@ -120,6 +121,37 @@ async def test_equal_pages_after_different_beginnings_are_no_common_prefix() -> 
         assert all(wanted.why != "branch" for wanted in leader.wanted)
         other.abort()
         leader.abort()
+
+
+async def test_followers_do_not_hide_that_the_leader_waits_in_vain() -> None:
+    """The only slot has a state that all of them lease: nobody who waits can give anything back."""
+    tight = replace(config(HYBRID, True), device_states=1)
+    async with CacheRuntime(tight) as cache:
+        async with cache.request(SHARED[:8], whole=True) as request:
+            await compute(cache, request)
+        leader = await cache.open_request([*SHARED, 1, 1], id="leader")
+        assert leader.usable == 8
+        follower = await cache.open_request([*SHARED, 2, 2], id="follower")
+        joining = asyncio.ensure_future(follower.join())
+        await asyncio.sleep(0)
+        allocating = asyncio.ensure_future(leader.allocate(26))
+        with pytest.raises(NoRoom) as caught:
+            await asyncio.wait_for(allocating, 5)
+        assert caught.value.deadlock and not joining.done()
+        leader.abort()
+        await asyncio.wait_for(joining, 5)
+        # The other way round: who waits for room already, when the last who might give joins.
+        second = await cache.open_request([*SHARED, 3, 3], id="second")
+        allocating = asyncio.ensure_future(follower.allocate(26))
+        await asyncio.sleep(0)
+        assert not allocating.done()
+        joining = asyncio.ensure_future(second.join())
+        with pytest.raises(NoRoom) as caught:
+            await asyncio.wait_for(allocating, 5)
+        assert caught.value.deadlock
+        follower.abort()
+        await asyncio.wait_for(joining, 5)
+        second.abort()
 
 
 async def test_gives_up_after_the_timeout_and_computes_itself() -> None:

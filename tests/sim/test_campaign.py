@@ -78,6 +78,7 @@ def test_every_seed_draws_from_everything_there_is() -> None:
         ("cheapest", tiering, "cheapest"),
         ("one_memory", border.Border, "make_room"),
         ("windows", SheddingTree, "_evict_span"),
+        ("prefetch", tiering, "_at_once"),
     ],
 )
 def test_what_is_drawn_is_made_use_of(

@@ -9,7 +9,7 @@ whoever fits is served, else the youngest holder is refused.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -30,13 +30,13 @@ from phloem.actors.messages import (
     Withdraw,
 )
 from phloem.actors.refusals import pool_figures
-from phloem.actors.tree.tree import TreeFigures
+from phloem.actors.view import TreeView
 from phloem.actors.waiting import Waiter, WaitingLine
 from phloem.cuda_streams.fences import Fence
 from phloem.errors import InvalidRequest, NoRoom, PoolFigures, StaleHandle
 from phloem.events import Freed, Granted, Parked, Refused, Sink, Waited
 
-__all__ = ["AllocatorActor", "Grant", "TreeView"]
+__all__ = ["AllocatorActor", "Grant"]
 
 
 class Grant(msgspec.Struct, eq=False, gc=False):
@@ -56,26 +56,6 @@ class Grant(msgspec.Struct, eq=False, gc=False):
 
     def __repr__(self) -> str:
         return f"Grant({self.account}, owner={self.owner!r}, {len(self.pages)} pages)"
-
-
-class TreeView:
-    """What the allocator may know of the tree: its figures, and the owners of leases on data.
-
-    `arriving` counts the pages and states that its loads own. `sweeping` is true while something
-    comes back without anybody's doing: a former generation's data, or what a copy lets go.
-    """
-
-    def __init__(
-        self,
-        figures: Callable[[], TreeFigures],
-        arriving: Callable[[], tuple[int, int]],
-        owners: Collection[str],
-        sweeping: Callable[[], bool],
-    ) -> None:
-        self.figures = figures
-        self.arriving = arriving
-        self.lease_owners = owners  # as they are at any time
-        self.sweeping = sweeping
 
 
 class AllocatorActor:
@@ -340,7 +320,8 @@ class AllocatorActor:
             return False
         waiters = [waiter for waiter in self._line.all() if waiter.message.wait]
         holding = self._holding()
-        if "" in holding or not holding <= {waiter.message.owner for waiter in waiters}:
+        waiting = {waiter.message.owner for waiter in waiters}.union(self._view.joiners())
+        if "" in holding or not holding <= waiting:
             return False  # somebody may give back; who gave no name may be anybody
         for waiter in waiters:
             if self._fits(waiter):

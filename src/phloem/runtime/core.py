@@ -11,7 +11,7 @@ import anyio
 
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
-from phloem.actors.allocator import AllocatorActor, Grant, TreeView
+from phloem.actors.allocator import AllocatorActor, Grant
 from phloem.actors.domain import Domain
 from phloem.actors.frames import SharedLedger
 from phloem.actors.host_allocator import HostAllocatorActor
@@ -22,6 +22,7 @@ from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.results import Evicted
 from phloem.actors.tree.tree import Tree
+from phloem.actors.view import TreeView
 from phloem.cuda_streams.device_streams import CallerStreams
 from phloem.cuda_streams.engine import CopyEngine, Fence, Post
 from phloem.cuda_streams.pools import DevicePools, HostPools
@@ -98,6 +99,7 @@ class Core:
             self.tree.operations.arriving,
             self.tree.leases.owners,
             self._gives_back_by_itself,
+            self.tree_actor.joiners,
         )
         self.allocator = AllocatorActor(self.domain, self.ledger, view, emit)
         self.estimates = _estimates_of(config, pools) if host is not None else None

@@ -84,7 +84,8 @@ class TreeActor:
         self._transfer: Actor | None = None
         self._host_allocator: Actor | None = None
         self.counts: dict[str, int] = {}  # actions emitted so far, by kind
-        self._joined: dict[int, list[Reply]] = {}  # by the lease whose progress is waited for
+        # By the lease whose progress is waited for: who waits, and his answer.
+        self._joined: dict[int, list[tuple[str, Reply]]] = {}
         self.handlers: Handlers = {
             **({} if self.tiers is None else self.tiers.handlers),
             **({} if self.border is None else self.border.handlers),
@@ -217,12 +218,19 @@ class TreeActor:
         leader = self.tree.progress_ahead(message.lease, message.more_than)
         if leader is None:
             return False
-        self._joined.setdefault(leader.id, []).append(self._domain.later())
+        joined = (message.lease.owner, self._domain.later())
+        self._joined.setdefault(leader.id, []).append(joined)
+        self._let_waiters_retry()  # one less who might give back
         return LATER
+
+    def joiners(self) -> set[str]:
+        """Those who wait until somebody else has computed something."""
+        waiting = [one for joined in self._joined.values() for one in joined]
+        return {owner for owner, reply in waiting if not reply.done and not reply.abandoned}
 
     def _went_on(self, lease: Lease) -> None:
         """`lease` has published something or ended: whoever waits for it looks again."""
-        for reply in self._joined.pop(lease.id, ()):
+        for _, reply in self._joined.pop(lease.id, ()):
             if not reply.done and not reply.abandoned:
                 self._domain.complete(reply, True)
 
@@ -531,7 +539,7 @@ class TreeActor:
         if self.tiers is not None:
             self.tiers.let_all_go()
         for number in list(self._joined):
-            for reply in self._joined.pop(number):
+            for _, reply in self._joined.pop(number):
                 if not reply.done and not reply.abandoned:
                     self._domain.complete(reply, True)
         if self._tell is not None:

@@ -45,7 +45,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     (`keeps_lease`) it only queues up for room again. `sessions`: the requests of a conversation are
     tied together, for `session_ttl_s` seconds or until its last one. `drafts`: so many tokens are
     guessed behind those of an answer, computed, and rejected. `early`: the first pass is launched
-    behind the copies that it needs, before their outcome is known.
+    behind the copies that it needs, before their outcome is known. `prefetches`: what the host has
+    of a prompt is brought while the request waits to be admitted.
     """
 
     chunk: int = 16
@@ -66,6 +67,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     session_ttl_s: float | None = None
     drafts: int = 0
     early: bool = False
+    prefetches: bool = False
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):

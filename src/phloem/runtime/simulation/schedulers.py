@@ -89,6 +89,8 @@ class Server:
         """
         self._numbers += 1
         job = Job(prompt, self._numbers, self._now())
+        if self.limits.prefetches:
+            await self.cache.prefetch(prompt.tokens, namespace=prompt.namespace)
         while True:
             await self._admitted(job)
             try:

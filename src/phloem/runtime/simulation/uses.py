@@ -11,6 +11,7 @@ Servers
     *early*: the first pass of a request is launched behind the copies that it needs, and is
     provisional until they have ended.
     *rotate*: each request holds up to two snapshots by the kernel.
+    *prefetch*: what the host has of a prompt is brought before its request is admitted.
 Runtimes
     *impatient*: copies between the tiers are given up after a time shorter than hangs are.
     *cheapest*: what is on the host is loaded only where that is the quickest way.
@@ -34,6 +35,7 @@ __all__ = ["USES", "draw_uses", "with_uses"]
 USES: tuple[str, ...] = (
     *("suspend", "sessions", "join", "drafts", "early", "rotate"),
     *("impatient", "cheapest", "one_memory", "windows"),
+    "prefetch",  # last: so seeds mean for the others what they meant before there was such a thing
 )
 
 
@@ -70,6 +72,8 @@ def with_uses(
         limits = replace(limits, early=True)
     if "rotate" in uses:
         limits, config = replace(limits, snapshots=True), replace(config, snapshot_slots=2)
+    if "prefetch" in uses:
+        limits = replace(limits, prefetches=True)
     if "impatient" in uses:
         config = replace(config, copy_timeout_s=patience_s)
     if "cheapest" in uses:
