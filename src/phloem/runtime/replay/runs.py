@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask, signal
+from threading import current_thread, main_thread
 from time import perf_counter
 
 import msgspec
@@ -274,9 +277,38 @@ def _carried_out(
             yield task, work(task)
         _shared.clear()
         return
+    others = {*active_children()}
     with ProcessPoolExecutor(
         min(jobs, len(tasks)), get_context("spawn"), _share, (workloads,)
     ) as pool:
-        waiting = {pool.submit(work, task): task for task in tasks}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+        try:
+            with _interrupts_later():
+                waiting = {pool.submit(work, task): task for task in tasks}
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BaseException:  # also a Ctrl-C, and a consumer that has enough
+            for worker in {*active_children()} - others:
+                worker.terminate()
+            raise
+
+
+@contextmanager
+def _interrupts_later() -> Generator[None, None, None]:
+    """A Ctrl-C takes effect at the end of the block, and never in processes that it starts.
+
+    They inherit what is blocked, and leave it to this one to end them. Another thread of this one
+    may yet receive it.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    came: list[int] = []
+    handler = signal(SIGINT, lambda number, _: came.append(number))
+    mask = pthread_sigmask(SIG_BLOCK, (SIGINT,))
+    try:
+        yield
+    finally:
+        pthread_sigmask(SIG_SETMASK, mask)
+        signal(SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
