@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 
 from phloem.errors import InvalidRequest
 from phloem.runtime.cli import main
+from phloem.runtime.costs.published import geometry_named
 from phloem.runtime.replay.bounds import ceiling
 from phloem.runtime.replay.requests import prepare
+from phloem.runtime.replay.runs import Settings, replay
 from phloem.runtime.traces import sample
 
 TRACE = "agent_taubench_airline_tokens"
@@ -115,6 +119,22 @@ def test_blocks_of_a_trace_can_be_divided() -> None:
     assert 0 <= ceiling(parts) - ceiling(whole) < 0.01
     with pytest.raises(InvalidRequest, match="blocks of 48 tokens out of a trace's 512"):
         prepare(sample("mooncake_conversation"), name="c", block=48)
+
+
+def test_an_interrupt_ends_the_other_processes() -> None:
+    work = prepare(sample(TRACE), name=TRACE, limit=20)
+    settings = Settings(geometry=geometry_named("marconi7b"), bounds=False)
+
+    def told(ended: int, total: int, which: str) -> None:
+        del ended, total, which
+        assert active_children()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay([work], settings, ["lru", "lfu"], ["50%", "20%", "10%"], jobs=2, told=told)
+    assert not active_children()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_placement_counts_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,8 +76,51 @@ def test_mooncake_s_last_block_may_be_partial(tmp_path: Path) -> None:
     assert request.at_s == 3
     assert len(request.tokens()) == 700
     assert request.tokens()[512] == 9 * 512
-    with pytest.raises(InvalidRequest, match=r"t\.jsonl, line 1: 1100 tokens in 2 blocks"):
-        list(read_mooncake(write(tmp_path / "t.jsonl", {**line, "input_length": 1100})))
+    without = {**line, "session_id": None}
+    assert len(list(read_mooncake(write(tmp_path / "t.jsonl", line, "", without, "  ")))) == 2
+
+
+GOOD = {"timestamp": 0, "input_length": 40, "hash_ids": [4, 9], "block_size": 20}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("hello", "malformed"),
+        ('{"timestamp": 1', "truncated"),
+        ([GOOD], "Expected `object`, got `array`"),
+        ({"timestamp": 1, "hash_ids": [1]}, "missing required field `input_length`"),
+        ({**GOOD, "input_length": "40"}, r"got `str` - at `\$.input_length`"),
+        ({**GOOD, "hash_ids": [4, "nine"]}, r"got `str` - at `\$.hash_ids\[1\]`"),
+        (
+            {**GOOD, "input_length": 41},
+            "41, with 2 hash_ids and a block_size of 20",
+        ),
+        ({**GOOD, "input_length": 0}, "input_length is 0"),
+        ({**GOOD, "block_size": 0}, "a block_size of 0"),
+        ({**GOOD, "timestamp": None}, r"got `null` - at `\$.timestamp`"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_field(tmp_path: Path, bad: object, message: str) -> None:
+    path = write(tmp_path / "t.jsonl", GOOD, "", bad)
+    with pytest.raises(InvalidRequest, match=rf"t\.jsonl, line 3: .*{message}"):
+        list(read_trace(path))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt_token_ids": [1, -3]}, "-3 is no token id"),
+        ({"input_ids": [1], "output_ids": [2**31]}, f"{2**31} is no token id"),
+        ({"prompt_token_ids": "abc"}, r"got `str` - at `\$.prompt_token_ids`"),
+        ({"prompt_token_ids": [1], "arrival_time": "noon"}, r"got `str` - at `\$.arrival_time`"),
+    ],
+)
+def test_a_bad_line_of_a_token_log_too(tmp_path: Path, bad: object, message: str) -> None:
+    nothing = {"prompt_token_ids": None, "input_ids": [5], "output_ids": None, "session_id": None}
+    path = write(tmp_path / "t.jsonl", nothing, bad)
+    with pytest.raises(InvalidRequest, match=rf"t\.jsonl, line 2: .*{message}"):
+        list(read_trace(path))
 
 
 def test_agents_refer_to_earlier_requests_and_their_answers(tmp_path: Path) -> None:
@@ -130,8 +173,10 @@ def test_azure_s_prompts_share_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no trace of a known format"):
+    with pytest.raises(InvalidRequest, match=r"no trace of a known format.*none of hash_ids"):
         read_trace(write(tmp_path / "x.jsonl", {"hello": 1}))
+    with pytest.raises(InvalidRequest, match="empty"):
+        read_trace(write(tmp_path / "x.jsonl"))
     with pytest.raises(InvalidRequest, match="cannot be read"):
         read_trace(tmp_path / "missing.jsonl")
     (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")

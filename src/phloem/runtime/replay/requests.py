@@ -82,12 +82,14 @@ def prepare(
     if block is not None and block < 1:
         raise InvalidRequest(f"blocks of {block} tokens")
     size = block or 0
-    for request in islice(requests, limit):
+    for number, request in enumerate(islice(requests, limit), 1):
         own = request.block_size
         if not size:
             size = own if own > 1 else 32
         if size % own and own % size:
-            raise InvalidRequest(f"blocks of {size} tokens out of a trace's {own}")
+            raise InvalidRequest(
+                f"blocks of {size} tokens out of a trace's {own}, of request {number}"
+            )
         whole = len(request.blocks) if len(request.blocks) * own <= request.length else -1
         known = request.blocks[:whole] if whole < 0 else request.blocks
         ids = np.concatenate([known, request.answer]) if len(request.answer) else known

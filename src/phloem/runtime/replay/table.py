@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
 
-from phloem.runtime.replay.chart import bars
+from phloem.runtime.replay.chart import bars, gib
 from phloem.runtime.replay.runs import Report, Run, TraceFigures
 
 __all__ = ["show"]
-
-_GIB = 2**30
 
 
 def _if(figure: float, text: str) -> str:
@@ -45,7 +42,8 @@ def show(report: Report, trace: TraceFigures, console: Console) -> None:
     console.print(
         f"\n{trace.name}: {trace.requests:,} requests of {trace.tokens / trace.requests:,.0f} "
         f"tokens, {trace.distinct_tokens / 1e6:.2f} M distinct; pages of {trace.block_size}; "
-        f"an unbounded cache hits {100 * trace.ceiling:.1f} %"
+        f"an unbounded cache hits {100 * trace.ceiling:.1f} %",
+        soft_wrap=True,
     )
     runs = [run for run in report.runs if run.trace == trace.name]
     left_out = _NOT_WITH_HOST if any(run.bytes_to_host for run in runs) else ()
@@ -59,11 +57,13 @@ def show(report: Report, trace: TraceFigures, console: Console) -> None:
     table.add_column("policy", no_wrap=True)
     for head, _ in columns:
         table.add_column(head, justify="right", no_wrap=True)
-    for run, following in zip_longest(runs, runs[1:]):
+    for before, run, following in zip([None, *runs], runs, [*runs[1:], None], strict=False):
+        begins = before is None or before.capacity != run.capacity
         shown = [text(run) for _, text in columns]
-        table.add_row(f"{run.capacity / _GIB:.1f}", run.policy, *shown)
+        table.add_row(gib(run.capacity) if begins else "", run.policy, *shown)
         if following is None or following.capacity != run.capacity:
             _add_bounds(report, run.trace, run.capacity, table)
+            table.add_section()
     console.print(table)
     for line in bars(report, trace):
         console.print(line, highlight=False)

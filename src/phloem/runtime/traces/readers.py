@@ -74,13 +74,16 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, and their numbers."""
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8") as packed:
-                yield from enumerate(packed, 1)
-        else:
-            with path.open(encoding="utf-8") as plain:
-                yield from enumerate(plain, 1)
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8")
+        ) as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, line
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path.name} cannot be read: {error}") from error
 
@@ -103,7 +106,7 @@ class _Mooncake(msgspec.Struct):
     timestamp: float = 0.0
     output_length: int = 0
     block_size: int = 512
-    session_id: str | int = ""
+    session_id: str | int | None = None
 
 
 def read_mooncake(path: Path) -> Iterator[TraceRequest]:
@@ -117,19 +120,23 @@ def read_mooncake(path: Path) -> Iterator[TraceRequest]:
         size = line.block_size
         if size < 1 or not 0 < line.input_length <= size * len(line.hash_ids):
             raise InvalidRequest(
-                f"{path.name}, line {number}: {line.input_length} tokens in {len(line.hash_ids)} "
-                f"blocks of {size}"
+                f"{path.name}, line {number}: input_length is {line.input_length}, with "
+                f"{len(line.hash_ids)} hash_ids and a block_size of {size}"
             )
         small = all(0 <= one < _ID_MAX for one in line.hash_ids)
         ids = line.hash_ids if small else [_renumbered(numbers, one) for one in line.hash_ids]
         yield TraceRequest(
             at_s=line.timestamp / 1000,
-            session=str(line.session_id),
+            session=_named(line.session_id),
             blocks=np.array(ids, np.int32),
             block_size=size,
             length=line.input_length,
             output=line.output_length,
         )
+
+
+def _named(session: str | int | None) -> str:
+    return "" if session is None else str(session)
 
 
 def _renumbered(numbers: dict[int, int], one: int) -> int:
@@ -316,12 +323,12 @@ def read_agent_tokens(path: Path, *, empty: bool = False) -> Iterator[TraceReque
 
 
 class _Logged(msgspec.Struct):
-    prompt_token_ids: list[int] = []
-    input_ids: list[int] = []
-    output_token_ids: list[int] = []
-    output_ids: list[int] = []
+    prompt_token_ids: list[int] | None = None
+    input_ids: list[int] | None = None
+    output_token_ids: list[int] | None = None
+    output_ids: list[int] | None = None
     arrival_time: float | None = None
-    session_id: str | int = ""
+    session_id: str | int | None = None
 
 
 def read_token_log(path: Path) -> Iterator[TraceRequest]:
@@ -333,16 +340,17 @@ def read_token_log(path: Path) -> Iterator[TraceRequest]:
     start: float | None = None
     for number, line in _decoded(path, _Logged):
         prompt = line.prompt_token_ids or line.input_ids
-        answer = line.output_token_ids or line.output_ids
+        answer = line.output_token_ids or line.output_ids or []
         if not prompt:
             continue
-        if not all(0 <= token < _ID_MAX for token in (*prompt, *answer)):
-            raise InvalidRequest(f"{path.name}, line {number}: a token id that is none")
+        for token in (*prompt, *answer):
+            if not 0 <= token < _ID_MAX:
+                raise InvalidRequest(f"{path.name}, line {number}: {token} is no token id")
         at = line.arrival_time or 0.0
         start = at if start is None else start
         yield TraceRequest(
             at_s=max(0.0, at - start),
-            session=str(line.session_id),
+            session=_named(line.session_id),
             blocks=np.array(prompt, np.int32),
             block_size=1,
             length=len(prompt),
@@ -494,4 +502,9 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[TraceRequest]]:
     for field, reader in _BY_FIELD:
         if field in first:
             return reader
-    raise InvalidRequest(f"{path.name} is no trace of a known format")
+    if not first:
+        raise InvalidRequest(f"{path.name} is empty")
+    known = ", ".join(field.strip('":') for field, _ in _BY_FIELD)
+    raise InvalidRequest(
+        f"{path.name} is no trace of a known format: its first line has none of {known}"
+    )
