@@ -77,6 +77,7 @@ def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--block", "0"], "blocks of 0"),
         (["--one-memory", "--states-share", "0.5"], "no pool of states"),
         (["--one-memory", "--policy", "gdsf"], "of its own"),
+        (["--write-policy", "write_back"], "is for a host tier"),
         (["--one-memory", "--capacity", "1MiB"], "1048576 bytes, and 0 on the host, are too few"),
         (["--capacity", "1GiB", "--host-capacity", "9"], "9 on the host, are too few"),
         (["--host-capacity", "1%", "--states-share", "0.001"], "are too few"),

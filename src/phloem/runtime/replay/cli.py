@@ -90,8 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--write-policy",
         choices=[*BACKUP_HITS],
-        default="write_through",
-        help="when data are copied to the host (default: %(default)s)",
+        help="when data are copied to the host (default: write_through)",
     )
     add(
         "--one-memory",
@@ -162,13 +161,15 @@ def _placement(text: str | None) -> Placement | None:
 
 
 def _report(options: argparse.Namespace, console: Console) -> Report:
+    if options.write_policy and options.host_capacity is None:
+        raise InvalidRequest("--write-policy is for a host tier: --host-capacity")
     settings = Settings(
         geometry=geometry_named(options.geometry),
         placement=_placement(options.placement),
         states_share=options.states_share,
         sessions=options.sessions,
         host=options.host_capacity,
-        write_policy=options.write_policy,
+        write_policy=options.write_policy or "write_through",
         one_memory=options.one_memory,
         bounds=not options.no_bounds,
         decisions=options.decisions is not None,
