@@ -235,10 +235,12 @@ class Join(Message, frozen=True, gc=False, eq=False):
     """Is somebody computing what this lease needs next? Answered when they have gone on, or none.
 
     True: there was somebody, and it is worth looking again; False: nobody is worth waiting for.
+    `for_good`: the caller waits as long as it takes.
     """
 
     lease: Lease
     more_than: int
+    for_good: bool = False
 
 
 class Fork(Message, frozen=True, gc=False, eq=False):

@@ -14,7 +14,7 @@ class TreeView:
 
     `arriving` counts the pages and states that its loads own. `sweeping` is true while something
     comes back without anybody's doing: a former generation's data, or what a copy lets go.
-    `joiners` are the owners who wait for what another computes.
+    `joiners` are the owners who wait for what another computes, as long as it takes.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class Request(Arriving):
         await self.advance()
         if self.computed > self.boundary or self._former_generation:
             return False  # it has computed something of its own: it is no follower any more
-        join = m.Join(self._lease, more_than)
+        join = m.Join(self._lease, more_than, for_good=deadline is None)
         if deadline is None:
             return bool(await self._core.call(join, _undo_nothing))
         # Only the wait is cut short: whoever has taken something over gets ready to go on.

@@ -84,7 +84,8 @@ class TreeActor:
         self._transfer: Actor | None = None
         self._host_allocator: Actor | None = None
         self.counts: dict[str, int] = {}  # actions emitted so far, by kind
-        # By the lease whose progress is waited for: who waits, and his answer.
+        # By the lease whose progress is waited for: who waits as long as it takes, or "", and his
+        # answer.
         self._joined: dict[int, list[tuple[str, Reply]]] = {}
         self.handlers: Handlers = {
             **({} if self.tiers is None else self.tiers.handlers),
@@ -218,15 +219,16 @@ class TreeActor:
         leader = self.tree.progress_ahead(message.lease, message.more_than)
         if leader is None:
             return False
-        joined = (message.lease.owner, self._domain.later())
+        joined = (message.lease.owner if message.for_good else "", self._domain.later())
         self._joined.setdefault(leader.id, []).append(joined)
-        self._let_waiters_retry()  # one less who might give back
+        if message.for_good:
+            self._let_waiters_retry()  # one less who might give back
         return LATER
 
     def joiners(self) -> set[str]:
-        """Those who wait until somebody else has computed something."""
+        """Those who wait until somebody else has computed something, as long as it takes."""
         waiting = [one for joined in self._joined.values() for one in joined]
-        return {owner for owner, reply in waiting if not reply.done and not reply.abandoned}
+        return {who for who, reply in waiting if who and not reply.done and not reply.abandoned}
 
     def _went_on(self, lease: Lease) -> None:
         """`lease` has published something or ended: whoever waits for it looks again."""

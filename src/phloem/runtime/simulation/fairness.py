@@ -113,7 +113,7 @@ class Fairness:
 
 
 def _every_holder_waits(core: Core, waiting: list[m.Allocate]) -> bool:
-    names = {waiter.owner for waiter in waiting}
+    names = {waiter.owner for waiter in waiting}.union(core.tree_actor.joiners())
     # A grant of this very turn has made its owner a holder; it was waiting before.
     return _holding(core) <= names
 
