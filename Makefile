@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: venv demo test check check-report bench bench-peers replay-table fuzz sim mutants gpu-check clean
+.PHONY: venv demo test test-loops check check-report bench bench-peers replay-table fuzz sim mutants gpu-check clean
 
 venv: $(READY)
 
@@ -23,6 +23,11 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest -q
+
+# The asynchronous tests on the simulated loop alone, by more seeds.
+LOOP_SEEDS ?= 10
+test-loops: venv
+	$(BIN)/python -m pytest -q -k sim- --sim-seeds $(LOOP_SEEDS) tests/actors tests/models tests/observe tests/runtime tests/streams
 
 check: venv
 	$(BIN)/ruff check .

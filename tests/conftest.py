@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import torch
 
-pytest_plugins = ["phloem.runtime.simulation.pytest_plugin"]
+pytest_plugins = ["phloem.runtime.simulation.pytest_plugin", "pytester"]
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

@@ -52,6 +52,7 @@ Policy = Literal["fifo", "batch", "task", "pct"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 _PCT_WINDOWS = (32, 256, 2_048)  # priorities change a few times within a drawn one, in steps
+_GRAINS_NS = (1, 20_000, 500_000)  # threads begin and end at multiples of one of these
 _PCT_PATIENCE = 64  # a task that ran so often in a row gives way: it may be waiting by polling
 
 T = TypeVar("T")
@@ -147,6 +148,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.errors: list[BaseException] = []
         self._now_ns = 0
         self._tick_ns = tick_ns
+        self._grain_ns = 0  # drawn when the first thread begins
         self._steps_max = steps_max
         self._scramble = scramble
         self._failure: BaseException | None = None
@@ -381,8 +383,15 @@ class SimLoop(asyncio.BaseEventLoop):
         return future
 
     def thread_delay_ns(self) -> int:
-        """See `SimulatedLoop`: a tenth of a millisecond, more or less."""
-        return round(self.rng.expovariate(1e4) * 1e9)
+        """See `SimulatedLoop`: a tenth of a millisecond, more or less.
+
+        Up to an instant that may be many threads': a real loop that was busy hears of several that
+        have ended meanwhile at once, and what comes of that would not be seen otherwise.
+        """
+        if not self._grain_ns:
+            self._grain_ns = self.rng.choice(_GRAINS_NS)
+        instant = self._now_ns + self.rng.expovariate(1e4) * 1e9
+        return math.ceil(instant / self._grain_ns) * self._grain_ns - self._now_ns
 
     def _thread_ns(self) -> int:
         return self.clock.now_ns() + self.thread_delay_ns()

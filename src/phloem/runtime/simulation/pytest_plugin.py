@@ -17,6 +17,7 @@ fails the test, too.
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -54,8 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Simulated:
     """Makes the loop of one seed, and remembers the last."""
 
-    def __init__(self, seed: int, policy: Policy) -> None:
+    def __init__(self, seed: int, policy: Policy, only: bool) -> None:
         self.seed = seed
+        self.only = only
         self.policy: Policy = policy
         self.loop: SimLoop | None = None
 
@@ -78,16 +80,19 @@ def sim_loops(
     told: Mapping[str, Any] = {"seeds": unmarked} if mark is None else mark.kwargs
     known = {"seeds", "policy", "only"}
     if unknown := sorted(set(told) - known) or (() if mark is None else mark.args):
-        raise InvalidRequest(f"the mark `sim` takes {sorted(known)}, not {unknown}")
+        raise InvalidRequest(
+            f"{item.nodeid}: the mark `sim` takes {sorted(known)}, not {list(unknown)}"
+        )
     asked: int | None = config.getoption("--sim-seeds")
     one: int | None = config.getoption("--sim-seed")
     policy: Policy | None = config.getoption("--sim-policy") or told.get("policy")
     count: int = told.get("seeds", _SEEDS) if asked is None else asked
+    only = bool(told.get("only", False))
     loops: dict[str, LoopFactory] = {}
     for seed in range(count) if one is None else (one,):
         chosen = policy or POLICY_TURNS[seed % len(POLICY_TURNS)]
-        loops[f"sim-{chosen}-{seed}"] = _Simulated(seed, chosen)
-    return loops, bool(told.get("only", False))
+        loops[f"sim-{chosen}-{seed}"] = _Simulated(seed, chosen, only)
+    return loops, only
 
 
 @pytest.hookimpl(trylast=True)
@@ -100,7 +105,17 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """See pytest: a mark `not_sim` of a parameter is not known before."""
+    """See pytest: a mark `not_sim` of a parameter is not known before.
+
+    Raises for a test that is marked `sim` itself and runs on no loop.
+    """
+    for item in items:
+        marked = any(mark.name == "sim" for mark in item.own_markers)
+        if marked and item.get_closest_marker("asyncio") is None:
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked `sim`, and pytest-asyncio does not run it: it must be "
+                "`async def`, and marked `asyncio` unless asyncio_mode is auto"
+            )
     left_out = [item for item in items if _simulated(item) is not None and _must_not(item)]
     if left_out:
         items[:] = [item for item in items if item not in left_out]
@@ -132,7 +147,7 @@ def pytest_runtest_makereport(
 def _must_not(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("not_sim")
     if mark is not None and (len(mark.args) != 1 or mark.kwargs):
-        raise InvalidRequest("the mark `not_sim` takes one argument: why")
+        raise InvalidRequest(f"{item.nodeid}: the mark `not_sim` takes one argument: why")
     return mark is not None
 
 
@@ -145,10 +160,13 @@ def _simulated(item: pytest.Item) -> _Simulated | None:
 
 def _told(item: pytest.Item, loop: SimLoop, made: _Simulated) -> str:
     options = ["--sim-seed", str(made.seed), "--sim-policy", made.policy]
+    node = item.nodeid
+    if made.only:  # a loop without others is not in the id
+        node = re.sub(rf"\[sim-{made.policy}-{made.seed}(-|\]$)", "[", node).removesuffix("[")
     lines = [
         f"seed {made.seed}, policy {made.policy}, step {loop.steps}, {loop.time():.6f} virtual s; "
         "the last steps:",
         *(f"  {now_ns / 1e9:.6f} {what}" for now_ns, what in list(loop.history)[-12:]),
-        f"repeat it with: pytest {shlex.join([*options, item.nodeid])}",
+        f"repeat it with: pytest {shlex.join([*options, node])}",
     ]
     return "\n".join(lines)
