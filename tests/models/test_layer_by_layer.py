@@ -22,6 +22,7 @@ from phloem.runtime.integrations.server import HybridServer
 from phloem.runtime.integrations.transformers import TransformersModel
 
 PAGE, NEW = 16, 3
+pytestmark = pytest.mark.not_sim("its link blocks threads")
 PROMPT = random_tokens(3 * CHUNK + 9, 1)
 
 

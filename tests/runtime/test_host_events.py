@@ -158,7 +158,7 @@ async def test_where_each_nodes_data_are_is_told(
         write_policy=write_policy,
     ) as here:
         told = dict.fromkeys(("device", "host"), 0)
-        for _ in range(60):
+        for _ in range(90):
             await one(here, rng)
             if rng.random() < 0.3:
                 later(here)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,7 +10,7 @@ import pytest
 from serving import PAGE, House, compute, house, opened, run, seed
 
 from phloem import CopyFailed, TransferFailed
-from phloem.cuda_streams.engine import Ticket
+from phloem.cuda_streams.fences import Fence
 
 PROMPT = run(1, 3 * PAGE + 1)
 END = 3 * PAGE
@@ -21,16 +20,11 @@ class Hang:
     """Copies whose labels begin so hang until they are let go."""
 
     def __init__(self, here: House, kind: str) -> None:
-        self._kind = kind
-        self._go = threading.Event()
-        here.cache._engine.fault = self  # type: ignore[union-attr]  # a ThreadEngine
-
-    def __call__(self, ticket: Ticket, layer: int) -> None:
-        if layer == 0 and ticket.batch.label.startswith(self._kind):
-            assert self._go.wait(30)
+        self._gate = here.gate
+        self._gate.hang(kind)
 
     def let_go(self) -> None:
-        self._go.set()
+        self._gate.open()
 
 
 @asynccontextmanager
@@ -129,16 +123,16 @@ async def test_a_copy_that_waits_for_a_long_pass_is_no_slow_copy(inline: bool) -
     async with hanging(inline, "nothing") as (here, _):
         prompt = run(200, 2 * PAGE)
         request = await opened(here, prompt)
-        go = threading.Event()
-        before = here.stream.run(go.wait, 30)
+        go = Fence()
+        before = here.stream.run(here.stream.hold, go)
         with here.cache.step([request], stream=here.stream) as step:
             here.stream.run(lambda: None)
             step.launched({request: PAGE})
         checkpoint = asyncio.create_task(request.checkpoint(state=True))
         await asyncio.sleep(0.1)
         assert not checkpoint.done()
-        go.set()
+        go.mark_passed()
         published = await asyncio.wait_for(checkpoint, 5)
-        assert published is not None and published.state == "adopted" and before.result()
+        assert published is not None and published.state == "adopted" and before.done()
         request.abort()
         await here.cache.reset()  # what the pass wrote is nothing
