@@ -49,6 +49,7 @@ ALLOCATOR = "actors/allocator.py"
 WAITING = "actors/waiting.py"
 TRANSFER = "actors/transfer.py"
 ACTOR = "actors/tree/actor.py"
+COPYING = "actors/copying.py"
 TREE = "actors/tree/tree.py"
 TREE_CORE = "actors/tree/core.py"
 LEASES = "actors/tree/leases.py"
@@ -155,13 +156,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a copy that failed counts as done",
-        ACTOR,
+        COPYING,
         "            if operation.error is None or not hears_errors:\n",
         "            if True:\n",
     ),
     Mutant(
         "a state whose private copy failed may go",
-        ACTOR,
+        COPYING,
         "        if message.error is None:  # else the state is needed once more\n",
         "        if True:\n",
     ),
@@ -174,7 +175,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the boundary's state is given up when its copy is asked for",
-        ACTOR,
+        COPYING,
         "            copy = CopyState(operation.number, source, message.target)\n"
         "        self._start(",
         "            copy = CopyState(operation.number, source, message.target)\n"

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from phloem.actors import messages as m
 from phloem.actors.actions import (
     Action,
-    ClearState,
-    CopyPages,
-    CopyState,
     EvictExcessPathStates,
     FreeDeviceSlots,
     FreeHostSlots,
     Ids,
     Reserve,
 )
+from phloem.actors.copying import Copies
 from phloem.actors.domain import LATER, Actor, Domain, Handlers, Reply
 from phloem.actors.frames import SharedLedger
 from phloem.actors.ledger import Ledger
@@ -36,7 +34,7 @@ from phloem.actors.tree.tree import Actions, InsertResult, Tree
 from phloem.actors.tree.tree import Evicted as EvictedFigures
 from phloem.actors.tree.tree import Match as MatchResult
 from phloem.cuda_streams.fences import Fence
-from phloem.errors import CopyFailed, InvalidRequest, StaleHandle
+from phloem.errors import StaleHandle
 from phloem.events import Sink
 
 __all__ = ["TreeActor"]
@@ -58,7 +56,6 @@ class TreeActor:
     ) -> None:
         self.tree = tree
         self._clock = clock  # milliseconds; priorities and sessions end by it
-        self.operations: dict[int, m.CopyOperation] = {}
         self._domain = domain
         self._ledger = ledger
         self._tell: Teller | None = None
@@ -80,16 +77,23 @@ class TreeActor:
         self.border: Border | None = None
         if isinstance(ledger, SharedLedger):
             self.border = Border(domain, tree, ledger, self._dispatch, self, self._tell)
+        self.counts: dict[str, int] = {}  # actions emitted so far, by kind
+        self._copies = Copies(
+            *(domain, tree, ledger),
+            *(self._check_ours, self._release_state, self._look_again),
+            *(self.counts, self._tell),
+        )
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
         self._host_allocator: Actor | None = None
-        self.counts: dict[str, int] = {}  # actions emitted so far, by kind
         # By the lease whose progress is waited for: who waits as long as it takes, or "", and his
         # answer.
+        self._joined: dict[int, list[tuple[str, Reply]]] = {}
         self._joined: dict[int, list[tuple[str, Reply]]] = {}
         self.handlers: Handlers = {
             **({} if self.tiers is None else self.tiers.handlers),
             **({} if self.border is None else self.border.handlers),
+            **self._copies.handlers,
             m.Match: self._on_match,
             m.Acquire: self._on_acquire,
             m.Open: self._on_open,
@@ -97,11 +101,6 @@ class TreeActor:
             m.Insert: self._on_insert,
             m.Release: self._on_release,
             m.ReleaseState: self._on_release_state,
-            m.Prepare: self._on_prepare,
-            m.AwaitCopy: self._on_await_copy,
-            m.ReadBy: self._on_read_by,
-            m.CopyWorkingState: self._on_copy_working_state,
-            m.CopyOwnPages: self._on_copy_own_pages,
             m.StandOn: self._on_stand_on,
             m.CloseSession: self._on_close_session,
             m.UsePolicy: self._on_use_policy,
@@ -124,6 +123,7 @@ class TreeActor:
         """Say who carries out the tree's actions."""
         self._allocator = allocator
         self._transfer = transfer
+        self._copies.connect(transfer)
         self._host_allocator = host_allocator
         if self.tiers is not None and host_allocator is not None:
             self.tiers.connect(host_allocator)
@@ -383,123 +383,29 @@ class TreeActor:
         assert executor is not None, f"nobody carries out {action}"
         return executor
 
-    # -- copies of states ----------------------------------------------------------------------
+    # -- copies ----------------------------------------------------------------------------------
 
-    def _on_prepare(self, message: m.Prepare) -> object:
-        lease = message.lease
-        self._check_ours(lease)
-        source, behind = self.tree.state_of(lease), 0
-        if source == NO_SLOT and message.at_once:
-            source, behind = self.tree.state_arriving(lease)
-        if source == NO_SLOT and lease.boundary:
-            raise InvalidRequest(f"there is no state at the boundary of {lease} any more")
-        copy: CopyState | ClearState
-        if source == NO_SLOT:
-            if lease.has_state:
-                self._release_state(lease)  # nothing there to protect
-            operation = self._new_operation("clear_state", lease.owner, None)
-            copy = ClearState(operation.number, message.target)
-        else:
-            if not lease.has_state:
-                self.tree.take_state(lease)
-                if self._tell is not None:
-                    self._tell.taken(lease, moved=True)
-                if self.tiers is not None:
-                    self.tiers.look_again()
-            operation = self._new_operation("copy_state", lease.owner, lease)
-            copy = CopyState(operation.number, source, message.target)
-        self._start(copy, message.after, behind)
-        return operation if message.at_once else self._later(operation)
-
-    def _start(
-        self,
-        copy: CopyState | ClearState | CopyPages,
-        after: tuple[Fence, ...],
-        behind: int = 0,
-    ) -> None:
-        assert self._transfer is not None
-        plain = not after and not behind
-        self._domain.send(self._transfer, copy if plain else m.CopyAfter(copy, after, behind))
-
-    def _later(self, operation: m.CopyOperation, *, hears_errors: bool = True) -> object:
-        operation.replies.append((self._domain.later(), hears_errors))
-        return LATER
-
-    def _on_await_copy(self, message: m.AwaitCopy) -> object:
-        operation = message.operation
-        over = operation.ended or operation.error is not None
-        return None if over else self._later(operation, hears_errors=False)
-
-    def _on_read_by(self, message: m.ReadBy) -> None:
-        for number in self.tree.loads_of(message.lease):
-            account = self.tree.operations.live[number].account
-            if account in self._ledger.accounts:
-                held = self._ledger.accounts[account]
-                held.fences = (*(f for f in held.fences if not f.passed), *message.after)
-
-    def _on_copy_working_state(self, message: m.CopyWorkingState) -> object:
-        operation = self._new_operation("copy_state", message.owner, None)
-        self._start(CopyState(operation.number, message.source, message.target), message.after)
-        return self._later(operation)
-
-    def _on_copy_own_pages(self, message: m.CopyOwnPages) -> object:
-        assert self._transfer is not None
-        operation = self._new_operation("copy_pages", message.owner, None)
-        copy = CopyPages(operation.number, message.sources, message.targets)
-        self._domain.send(self._transfer, m.CopyAfter(copy, message.after))
-        return self._later(operation)
-
-    def _new_operation(self, kind: str, owner: str, lease: Lease | None) -> m.CopyOperation:
-        number = self.tree.operations.new_number()
-        if self._tell is not None:
-            self._tell.planned(number, kind, owner, lease)
-        self.counts["copies"] = self.counts.get("copies", 0) + 1
-        operation = m.CopyOperation(number, lease)
-        self.operations[operation.number] = operation
-        return operation
+    @property
+    def operations(self) -> dict[int, m.CopyOperation]:
+        """The copies that requests asked for and that have not ended, by number."""
+        return self._copies.live
 
     def _on_copied(self, message: m.Copied) -> None:
-        operation = self.operations.pop(message.op, None)
-        if operation is None:
-            if self.border is None or not self.border.copied(message):
-                assert self.tiers is not None
-                self.tiers.copied(message)
-            if self.tree.sweeping:
-                self._domain.send(self, m.Sweep())
+        if self._copies.copied(message):
             return
-        operation.ended = True
-        if operation.error is None:  # nobody has given it up
-            operation.error = message.error
-            if message.error is None:  # else the state is needed once more
-                self._read_state(operation.lease)
-            self._answer_copied(operation)
+        if self.border is None or not self.border.copied(message):
+            assert self.tiers is not None
+            self.tiers.copied(message)
+        if self.tree.sweeping:
+            self._domain.send(self, m.Sweep())
 
     def _on_timed_out(self, message: m.TimedOut) -> None:
-        operation = self.operations.get(message.op)
-        if operation is not None:
-            what = f"copy {message.op} takes too long; what it touches is in use until its end"
-            operation.error = CopyFailed(what)
-            self._answer_copied(operation)
-        elif self.tiers is not None:
+        if not self._copies.timed_out(message) and self.tiers is not None:
             self.tiers.timed_out(message)
 
-    def _answer_copied(self, operation: m.CopyOperation) -> None:
-        for reply, hears_errors in operation.replies:
-            if reply.done or reply.abandoned:
-                continue
-            if operation.error is None or not hears_errors:
-                self._domain.complete(reply, operation.number)
-            else:
-                self._domain.fail(reply, operation.error)
-
-    def _read_state(self, lease: Lease | None) -> None:
-        """A request has its own copy of the state that it leased."""
-        if lease is not None and lease.live and lease.has_state and not self._reads_under(lease):
-            self._release_state(lease)
-
-    def _reads_under(self, lease: Lease) -> bool:
-        """A caller who left and came back may have a second copy of the same state in flight."""
-        return any(operation.lease is lease for operation in self.operations.values())
+    def _look_again(self) -> None:
+        if self.tiers is not None:
+            self.tiers.look_again()
 
     # -- eviction ------------------------------------------------------------------------------
 
