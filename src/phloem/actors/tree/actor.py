@@ -89,7 +89,6 @@ class TreeActor:
         # By the lease whose progress is waited for: who waits as long as it takes, or "", and his
         # answer.
         self._joined: dict[int, list[tuple[str, Reply]]] = {}
-        self._joined: dict[int, list[tuple[str, Reply]]] = {}
         self.handlers: Handlers = {
             **({} if self.tiers is None else self.tiers.handlers),
             **({} if self.border is None else self.border.handlers),
