@@ -534,6 +534,7 @@ def in_a_new_thread(fn: Callable[[], int]) -> int:
         return pool.submit(fn).result()
 
 
+@pytest.mark.not_sim("of threads")
 async def test_workers_copy_with_one_thread_and_others_keep_theirs() -> None:
     was = torch.get_num_threads()
     seen: list[int] = []
