@@ -224,7 +224,8 @@ class Request(Arriving):
             raise InvalidRequest(f"{self} is not ready: it is being loaded")
         if self._core.has_states and self._state_at != self.computed:
             raise InvalidRequest(
-                f"{self} is not ready: its working state is not at {self.computed}"
+                f"{self} is not ready: its working state is not at {self.computed}; "
+                "await `allocate` and `ready` before a pass"
             )
         if not self.computed <= end <= self._key.length or end > self.room:
             raise InvalidRequest(
