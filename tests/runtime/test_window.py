@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from phloem.actors.actions import TREE
 from phloem.cuda_streams.fences import Fence
-from phloem.errors import InvalidRequest, NoRoom
+from phloem.errors import InvalidRequest, NoRoom, StaleHandle
 from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.layout import KVSpec, LayerSpec, ModelLayout, StateSpec
@@ -174,6 +175,27 @@ async def test_suspended_rolled_back_and_forked(layout: ModelLayout) -> None:
             with pytest.raises(InvalidRequest, match="forked off the grid"):
                 await request.fork()
             request.abort()
+        await cache.audit()
+        assert cache.stats().spans["window"].granted == 0
+
+
+@LAYOUTS
+async def test_what_the_tree_does_not_take_is_not_forked(layout: ModelLayout) -> None:
+    """The window of such tokens is the request's own, and is not copied."""
+    tokens = list(range(1, 33))
+    async with CacheRuntime(config(layout)) as cache:
+        async with cache.request(tokens) as request:
+            await compute(cache, request, tokens[:16], 8)
+            await cache.reset()
+            await compute(cache, request, tokens, 8)
+            with pytest.raises(StaleHandle, match="has not taken the window"):
+                await request.fork()
+        await cache.audit()
+    async with CacheRuntime(replace(config(layout), enabled=False)) as cache:
+        async with cache.request(tokens) as request:
+            await compute(cache, request, tokens, 8)
+            with pytest.raises(InvalidRequest, match="has not taken the window"):
+                await request.fork()
         await cache.audit()
         assert cache.stats().spans["window"].granted == 0
 

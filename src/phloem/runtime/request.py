@@ -340,8 +340,9 @@ class Request(Arriving):
 
         Publishes what is settled first. The fork reads the same pages; the last partial page and
         the working state are copied. Raises `NoRoom` rather than wait for room: who forks holds
-        what others wait for, and nobody could know that it waits. A cancelled caller leaves
-        nothing behind.
+        what others wait for, and nobody could know that it waits. With sliding windows it raises
+        `InvalidRequest` where the tree does not take the last tokens, whose window is not copied,
+        and `StaleHandle` after a reset. A cancelled caller leaves nothing behind.
         """
         self._check_alive()
         self._check_launched("fork")
@@ -358,6 +359,11 @@ class Request(Arriving):
         if name in core.requests:
             raise InvalidRequest(f"request {name!r} is running")
         await self.checkpoint(state=False)
+        if core.tree.spans and self.boundary < self.computed:
+            why = StaleHandle if self._former_generation else InvalidRequest
+            raise why(
+                f"{self} cannot be forked: the tree has not taken the window of its last tokens"
+            )
         lease = lease_twin(core, self._lease, name or core.next_id())
         opened = structs.replace(self._opened, key=self._key, owner=lease.owner)
         twin = Request(core, opened, lease, self.match)
