@@ -12,6 +12,8 @@ from serving import PAGE, House, compute, house, opened, run, seed
 from phloem import CopyFailed, TransferFailed
 from phloem.cuda_streams.fences import Fence
 
+pytestmark = pytest.mark.not_sim("what hangs here blocks threads")
+
 PROMPT = run(1, 3 * PAGE + 1)
 END = 3 * PAGE
 
@@ -76,6 +78,23 @@ async def test_a_state_is_kept_for_who_needs_it_once_more(inline: bool) -> None:
         assert (await request.ready()).usable == END
         await compute(here, request, PROMPT, len(PROMPT))
         await request.finish()
+
+
+async def test_what_it_reads_is_not_reused_before_its_end(inline: bool) -> None:
+    """Nobody wants the data any more: not the request, which has gone, and not the tree."""
+    async with hanging(inline, "copy_state") as (here, hang):
+        async with here.cache.request(PROMPT) as request:
+            await request.allocate(1)
+            source = here.cache.core.tree.state_of(request._lease)
+            with pytest.raises(CopyFailed):
+                await asyncio.wait_for(request.ready(), 5)
+        await here.cache.evict(pages=99, states=99)
+        assert source not in here.cache.core.ledger.state.free_places
+        await here.cache.audit()
+        hang.let_go()
+        await here.settled()
+        await here.cache.evict(pages=99, states=99)
+        assert source in here.cache.core.ledger.state.free_places
 
 
 async def test_a_pass_on_a_copy_that_hangs_is_told(inline: bool) -> None:

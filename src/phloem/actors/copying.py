@@ -25,7 +25,8 @@ __all__ = ["Copies"]
 class Copies:
     """A tree actor's copies for requests. Everything here runs in turns of the domain.
 
-    `check_ours` raises for a lease that is not live; `release_state` gives a lease's state up;
+    `check_ours` raises for a lease that is not live; `release` gives one up, and `release_state` a
+    lease's state;
     `taken_again` is told when a state is leased once more; `counts` counts them among the actions.
     """
 
@@ -35,6 +36,7 @@ class Copies:
         tree: Tree,
         ledger: Ledger,
         check_ours: Callable[[Lease], None],
+        release: Callable[[Lease], None],
         release_state: Callable[[Lease], None],
         taken_again: Callable[[], None],
         counts: dict[str, int],
@@ -44,6 +46,7 @@ class Copies:
         self._tree = tree
         self._ledger = ledger
         self._check_ours = check_ours
+        self._release = release
         self._release_state = release_state
         self._taken_again = taken_again
         self._tell = tell
@@ -145,6 +148,8 @@ class Copies:
             if message.error is None:  # else the state is needed once more
                 self._read_state(operation.lease)
             self._answer_copied(operation)
+        elif operation.guard is not None:
+            self._release(operation.guard)
         return True
 
     def timed_out(self, message: m.TimedOut) -> bool:
@@ -154,8 +159,18 @@ class Copies:
             return False
         what = f"copy {message.op} takes too long; what it touches is in use until its end"
         operation.error = CopyFailed(what)
+        if operation.lease is not None and operation.lease.live:  # its holder may give it up
+            operation.guard = self._twin(operation.lease)
         self._answer_copied(operation)
         return True
+
+    def _twin(self, lease: Lease) -> Lease:
+        """A second lease on the same state."""
+        twin = self._tree.fork(lease, owner=lease.owner)
+        self._tree.take_state(twin)
+        if self._tell is not None:
+            self._tell.taken(twin)
+        return twin
 
     def _answer_copied(self, operation: m.CopyOperation) -> None:
         for reply, hears_errors in operation.replies:

@@ -168,16 +168,17 @@ class CopyOperation:
     """A copy of a state through its life: who waits for it, and which lease it reads under.
 
     The tree actor's; others only look whether it has `ended`, and with which `error`: one that
-    takes too long has an error before its end.
+    takes too long has an error before its end, and a `guard` of its own for what it reads.
     """
 
-    __slots__ = ("ended", "error", "lease", "number", "replies")
+    __slots__ = ("ended", "error", "guard", "lease", "number", "replies")
 
     def __init__(self, number: int, lease: Lease | None) -> None:
         self.number = number
         self.lease = lease
         self.ended = False
         self.error: BaseException | None = None
+        self.guard: Lease | None = None
         self.replies: list[tuple[Reply, bool]] = []  # whether each hears of an error
 
 

@@ -80,7 +80,7 @@ class TreeActor:
         self.counts: dict[str, int] = {}  # actions emitted so far, by kind
         self._copies = Copies(
             *(domain, tree, ledger),
-            *(self._check_ours, self._release_state, self._look_again),
+            *(self._check_ours, self._release_soon, self._release_state, self._look_again),
             *(self.counts, self._tell),
         )
         self._allocator: Actor | None = None
@@ -264,6 +264,9 @@ class TreeActor:
     def _check_ours(self, lease: Lease) -> None:
         if self.tree.leases.live.get(lease.id) is not lease:
             raise StaleHandle(f"{lease} is not a live lease of this runtime")
+
+    def _release_soon(self, lease: Lease) -> None:
+        self._domain.send(self, m.Release(lease))
 
     def _let_waiters_retry(self) -> None:
         if self._ledger.waiting:
