@@ -79,9 +79,15 @@ class TreeActor:
             self.border = Border(domain, tree, ledger, self._dispatch, self, self._tell)
         self.counts: dict[str, int] = {}  # actions emitted so far, by kind
         self._copies = Copies(
-            *(domain, tree, ledger),
-            *(self._check_ours, self._release_soon, self._release_state, self._look_again),
-            *(self.counts, self._tell),
+            domain,
+            tree,
+            ledger,
+            self._check_ours,
+            self._release_soon,
+            self._release_state,
+            self._look_again,
+            self.counts,
+            self._tell,
         )
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
