@@ -116,6 +116,26 @@ async def test_what_came_of_a_load_that_failed_is_kept(
         await to_the_end(here, request, prompt)  # whose passes read all it stands on
 
 
+async def test_who_stands_on_all_that_came_of_a_load_that_failed_has_not_fallen_back(
+    inline: bool,
+) -> None:
+    """An event said that it had, by no tokens."""
+
+    def fault(ticket: Ticket, layer: int) -> None:
+        if ticket.batch.channel == "h2d" and layer == 1:
+            raise CopyFailed("a page cannot be read", rows_ok=END // PAGE)
+
+    async with roomy(inline, ATTENTION) as here:
+        prompt = await on_the_host(here)
+        breaks(here, fault)
+        request = await here.cache.open_request(prompt)
+        await request.allocate(1)
+        match = await request.ready()
+        assert (match.usable, request.boundary) == (END, END) and "tier_failed" not in match.lost
+        assert not here.of_type(FellBack)
+        await to_the_end(here, request, prompt)
+
+
 @pytest.mark.parametrize("layout", [ATTENTION], ids=["attention"])
 async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
     layout: ModelLayout, inline: bool

@@ -103,6 +103,27 @@ async def test_f023_pages_that_a_step_still_writes_stay_parked(inline: bool) -> 
         request.abort()
 
 
+async def test_what_a_pass_still_reads_under_the_lease_is_not_evicted(inline: bool) -> None:
+    """Published by another, so that nothing but the lease of the suspended one keeps it."""
+    async with house(inline=inline) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await opened(here, PROMPT)
+        assert request.usable == 2 * PAGE
+        release = blocked(here.stream)
+        with here.cache.step([request], stream=here.stream) as step:
+            here.stream.run(lambda: None)
+            step.launched({request: 2 * PAGE + 1})
+        try:
+            await request.suspend()
+            gone = await here.cache.evict(pages=99)
+        finally:
+            release.mark_passed()
+        assert gone.pages == 0
+        await here.settled()
+        assert (await here.cache.evict(pages=99)).pages == 2
+        request.abort()
+
+
 async def test_aborting_a_suspended_request_gives_its_lease_back_once(inline: bool) -> None:
     async with house(inline=inline) as here:
         for keep in (True, False):

@@ -292,13 +292,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("host",),
     ),
     Mutant(
-        "what is planned when the tier is closed is copied",
-        LOADING,
-        '                if operation.phase == "planned":',
-        '                if operation.phase == "never":',
-        ("host",),
-    ),
-    Mutant(
         "a match counts what a closed tier has",
         TREE_CORE,
         "            if self.host_closed:\n",
@@ -440,13 +433,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("suspend",),
     ),
     Mutant(
-        "a suspended request's lease goes before its steps",
-        REQUEST,
-        "core.release_lease_after(self._lease, fences)",
-        "core.release_lease_after(self._lease, ())",
-        ("suspend",),
-    ),
-    Mutant(
         "rejected drafts stay in the key",
         REQUEST,
         "        self._key = self._key.cut(position)\n",
@@ -519,6 +505,28 @@ KILLED_BY: tuple[tuple[Mutant, str], ...] = (
             ("host",),
         ),
         "tests/sim/test_found.py::test_room_that_was_promised_and_is_kept_by_a_lease_is_looked_for_elsewhere",
+    ),
+    (
+        # Nearly all reservations are answered before anything else happens.
+        Mutant(
+            "what is planned when the tier is closed is copied",
+            LOADING,
+            '                if operation.phase == "planned":',
+            '                if operation.phase == "never":',
+            ("host",),
+        ),
+        "tests/tree/test_closed_tier.py::test_copies_that_are_only_planned_are_not_made",
+    ),
+    (
+        # The pages that its last pass reads must be given to another at once.
+        Mutant(
+            "a suspended request's lease goes before its steps",
+            REQUEST,
+            "core.release_lease_after(self._lease, fences)",
+            "core.release_lease_after(self._lease, ())",
+            ("suspend",),
+        ),
+        "tests/runtime/test_suspend.py::test_what_a_pass_still_reads_under_the_lease_is_not_evicted",
     ),
 )
 

@@ -312,4 +312,5 @@ class JournaledTree(Tree):
     def _fall_back(self, lease: Lease) -> None:
         before = lease.anchor.end
         super()._fall_back(lease)
-        self.journal.fallen.append(Fallen(lease, before))
+        if lease.anchor.end < before:  # else what failed was not what it stands on, or comes again
+            self.journal.fallen.append(Fallen(lease, before))
