@@ -46,6 +46,7 @@ async def test_no_more_is_evicted_than_asked(pages: int) -> None:
         await cache.audit()
 
 
+@pytest.mark.sim(seeds=1, policy="fifo")  # as above
 async def test_a_cancelled_eviction_leaves_the_rest() -> None:
     async with CacheRuntime(config()) as cache:
         await full(cache)
