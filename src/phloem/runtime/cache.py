@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from threading import Thread
-from time import monotonic
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Unpack
 
-import anyio
 import torch
 
 from phloem.actors import messages as m
@@ -20,43 +15,26 @@ from phloem.actors.tree.dump import Dump
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
 from phloem.actors.tree.policies import Policy
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
-from phloem.cuda_streams.device_streams import CallerStreams
-from phloem.cuda_streams.driver import Driver
-from phloem.cuda_streams.engine import CopyEngine, LoopPoster, Post, Stream
-from phloem.cuda_streams.host import ordinary_memory
-from phloem.cuda_streams.lockstep import SimulatedLoop
-from phloem.cuda_streams.pools import DevicePools
+from phloem.cuda_streams.engine import Stream
 from phloem.cuda_streams.workers import WorkerStream
-from phloem.errors import InvalidRequest, RuntimeClosed, StaleHandle
-from phloem.events import RuntimeStarted, RuntimeStopped, Sink
+from phloem.errors import InvalidRequest, StaleHandle
 from phloem.runtime.checks import integer
-from phloem.runtime.config import CacheConfig
 from phloem.runtime.core import Core
-from phloem.runtime.devices import (
-    EngineFactory,
-    HostMemoryFactory,
-    driver_for,
-    engine_for,
-    host_pools_for,
-    pools_for,
-)
 from phloem.runtime.lease import Lease
+from phloem.runtime.lifetime import OpenRuntime
 from phloem.runtime.nowait import (
-    Nowait,
     insert_message,
     lease_and_match,
     limit_of,
     release_handle,
     span_ids,
 )
-from phloem.runtime.observe.counts import Counts
 from phloem.runtime.observe.explain import Explanation, explain_live
 from phloem.runtime.opening import RequestOptions, open_message, undo_lease
 from phloem.runtime.prefetching import prefetch
 from phloem.runtime.request import Request
 from phloem.runtime.stats import PoolStats, Stats, pool_stats
 from phloem.runtime.step import Step
-from phloem.runtime.tracing import caller_context, several
 
 if TYPE_CHECKING:
     from phloem.runtime.observe.metrics import MetricsServer
@@ -64,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheRuntime", "PoolStats", "Stats"]
 
 
-class CacheRuntime:
+class CacheRuntime(OpenRuntime):
     """The cache of one model on one device, for one event loop.
 
         async with CacheRuntime(config, device="cpu") as cache:
@@ -81,201 +59,6 @@ class CacheRuntime:
     `host_memory` gives the host tier's memory, by default pinned where there is a driver; raises
     `HostMemoryShort`, with nothing taken, when it is not there.
     """
-
-    def __init__(
-        self,
-        config: CacheConfig,
-        *,
-        device: str | torch.device | None = None,
-        pools: DevicePools | None = None,
-        events: Sink | None = None,
-        metrics: bool = False,
-        engine: EngineFactory | None = None,
-        driver: Driver | None = None,
-        host_memory: HostMemoryFactory | None = None,
-    ) -> None:
-        self.config = config
-        self.pools = pools_for(config, device, pools)
-        self._driver = driver or driver_for(self.pools.device)
-        self._pinned = None
-        if host_memory is None and self._driver is not None:
-            host_memory = self._pinned = self._driver.pinned_memory()
-        self.host_pools = host_pools_for(config, self.pools, host_memory or ordinary_memory)
-        self._counts = Counts() if metrics else None
-        self._events = several(events, self._counts)
-        self._new_engine = engine
-        self._core: Core | None = None
-        self._engine: CopyEngine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._nowait: Nowait | None = None
-        self._closed = False
-        self._last_words: RuntimeStopped | None = None
-        self._steps = 0
-
-    # -- opening and closing -------------------------------------------------------------------
-
-    async def open(self) -> Self:
-        """Start the actors. Raises `InvalidRequest` when it was opened before."""
-        loop = asyncio.get_running_loop()
-        self.start(LoopPoster(loop), loop)
-        return self
-
-    def start(
-        self,
-        post: Post,
-        loop: asyncio.AbstractEventLoop | None,
-        seconds: Callable[[], float] | None = None,
-    ) -> None:
-        """`open` for whoever brings a way to be called back; without a loop, from one thread.
-
-        `seconds`: the clock by which sessions and priorities end; if not the loop's, or a real one.
-        """
-        if self._core is not None or self._closed:
-            raise InvalidRequest("the runtime was opened before")
-        self._loop = loop
-        new_engine = self._new_engine or engine_for(self._driver, loop)
-        self._engine = new_engine(post)
-        try:
-            core = Core(
-                self.config,
-                self.pools,
-                self._engine,
-                CallerStreams(self._driver, post, loop),
-                post,
-                self._events,
-                self._crashed,
-                caller_context,
-                seconds or (monotonic if loop is None else loop.time),
-                self.host_pools,
-                None if loop is None else loop.call_later,
-            )
-        except BaseException:
-            self._engine.close()
-            raise
-        core.domain.loop = loop
-        self._core = core
-        self._nowait = Nowait(core)
-        if self._events is not None:
-            layout, host = self.config.layout, core.host_ledger
-            self._events(
-                RuntimeStarted(
-                    page_size=self.config.page_size,
-                    grid=core.grid,
-                    pages=core.ledger.kv.size,
-                    states=core.ledger.state.size,
-                    layout=layout.fingerprint,
-                    page_bytes=layout.page_bytes(self.config.page_size),
-                    state_bytes=layout.slot_bytes,
-                    policy=self.config.eviction,
-                    host_pages=0 if host is None else host.kv.size,
-                    host_states=0 if host is None else host.state.size,
-                    spans={pool.component: pool.size for pool in core.ledger.spans},
-                )
-            )
-
-    async def close(self) -> None:
-        """Refuse new calls, abort what still runs, let copies end, stop the actors. Idempotent.
-
-        Waits for copies at most `close_timeout_s`; what was still owned is in the last event.
-        """
-        if not self.begin_closing():
-            return
-        assert self._engine is not None
-        # Shielded: a cancelled closer must not leave copies writing into pools that are given up.
-        with anyio.move_on_after(self.config.close_timeout_s, shield=True) as patience:
-            await self._engine.drain()
-            if self._core is not None:
-                await self._core.streams.settled()
-        self.end_closing(stuck=patience.cancelled_caught)
-
-    def begin_closing(self) -> bool:
-        """Refuse new calls and abort what runs; False when there is nothing left to close."""
-        if self._closed or self._core is None:
-            self._closed = True
-            return False
-        self._closed = True
-        core = self._core
-        core.closing = True
-        self._last_words = self._still_owned("closed")
-        for request in list(core.requests.values()):
-            request.abort()
-        return True
-
-    def end_closing(self, *, stuck: bool = False) -> None:
-        """Stop the actors and the engine; then unpin the host tier's memory, if it is our own.
-
-        `stuck`: copies have not ended in time. Then a thread of its own waits for them, holding the
-        pools that they may still write, and nobody else does.
-        """
-        core, engine = self._core, self._engine
-        assert core is not None and engine is not None
-        core.domain.stop(RuntimeClosed("the runtime is closed"))
-
-        def stop(pools: DevicePools = self.pools) -> None:
-            engine.close()
-            core.streams.close()
-            if self._pinned is not None:
-                self._pinned.close()  # nothing copies from or to it any more
-            del pools
-
-        if stuck and not isinstance(self._loop, SimulatedLoop):
-            Thread(target=stop, name="phloem-close", daemon=True).start()
-        else:
-            stop()
-        if self._events is not None and self._last_words is not None:
-            self._events(self._last_words)
-
-    def _crashed(self, error: BaseException) -> None:
-        if self._events is not None:
-            self._events(self._still_owned(f"crashed: {error!r}"))
-
-    def _still_owned(self, why: str) -> RuntimeStopped:
-        assert self._core is not None
-        return RuntimeStopped(
-            why=why,
-            leases=[lease.owner for lease in self._core.tree.leases.live.values()],
-            pages=self._core.ledger.kv.granted,
-            states=self._core.ledger.state.granted,
-        )
-
-    async def __aenter__(self) -> Self:
-        return await self.open()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    @property
-    def is_open(self) -> bool:
-        """True between `open` and `close`, as long as no invariant has broken."""
-        return self._core is not None and not self._closed and not self._core.stopped
-
-    @property
-    def core(self) -> Core:
-        """The wired actors; raises `RuntimeClosed` before `open` and after `close`."""
-        core = self._core
-        if core is None or self._closed:
-            raise RuntimeClosed("the runtime is not open")
-        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
-            raise InvalidRequest("a runtime belongs to the event loop it was opened in")
-        core.check_open()
-        return core
-
-    @property
-    def nowait(self) -> Nowait:
-        """The forms without `await`; raises `RuntimeClosed` before `open`."""
-        if self._nowait is None:
-            raise RuntimeClosed("the runtime is not open")
-        return self._nowait
-
-    @property
-    def grid(self) -> int:
-        """States can be kept at multiples of so many tokens."""
-        return self.core.grid
 
     # -- requests ------------------------------------------------------------------------------
 
