@@ -56,7 +56,9 @@ def make_room(world: World, capacity: int, pages: int, states: int) -> None:
         world.carry_out(actions)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority", "session", "benefit"])
+@pytest.mark.parametrize(
+    "policy", ["lru", "lfu", "slru", "priority", "session", "benefit", "adaptive"]
+)
 def test_s194_the_state_that_all_share_stays_under_pressure(policy: str) -> None:
     world = World(pages=PAGES, states=STATES, policy=policy, check_each=False)
     lost, hot = serve_cold_and_hot(world, system=4, cold=1000)

@@ -19,7 +19,7 @@ from tree.naive import NAMESPACES, Compared, page_tokens
 from phloem.actors.tree import TokenKey
 
 FUZZ = int(os.environ.get("PHLOEM_FUZZ", "0"))
-POLICIES = ["lru", "lfu", "slru", "fifo", "priority", "session", "benefit"]
+POLICIES = ["lru", "lfu", "slru", "fifo", "priority", "session", "benefit", "adaptive"]
 CONFIGS: dict[str, tuple[Any, ...]] = {
     "page1": (1, 1, ("kv", "state")),
     "page1-session-cap1": (1, 1, ("kv", "state"), "session", 1),

@@ -20,7 +20,7 @@ from phloem.actors.tree.policies import (
 )
 from phloem.errors import InvalidRequest
 
-NAMES = ["lru", "lfu", "slru", "fifo", "priority", "session", "benefit"]
+NAMES = ["lru", "lfu", "slru", "fifo", "priority", "session", "benefit", "adaptive"]
 
 
 def leaves_in_order(world: World) -> list[int]:

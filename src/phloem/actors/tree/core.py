@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -27,6 +27,9 @@ from phloem.actors.tree.results import Match, SpanFigures, StateTier, TreeFigure
 from phloem.actors.tree.running import Running
 from phloem.actors.tree.sessions import Sessions
 from phloem.errors import InvalidRequest, StaleHandle
+
+if TYPE_CHECKING:
+    from phloem.actors.tree.tree import Tree
 
 __all__ = ["BACKUP_HITS", "Actions", "Look", "TreeCore", "WritePolicy"]
 
@@ -126,6 +129,8 @@ class TreeCore:
         self.time: int = 0  # of the latest message that said its time
         self._named: dict[int, Node] = {}  # nodes that an action on its way to the tree names
         self.former = Former(self.radix.page_bytes, self.spans)
+        self.shared = False  # pages and states come from one memory, as the latest eviction said
+        self.policy.attach(self)
 
     def new_radix(self, page_size: int, spans: int) -> Radix:
         """The structure that this tree works on; others may watch theirs."""
@@ -144,6 +149,20 @@ class TreeCore:
     def new_operations(self) -> Operations:
         """Its record of operations."""
         return Operations()
+
+    def held(self) -> tuple[int, int]:
+        """Pages and states on the device."""
+        return self.radix.pages, self.radix.states
+
+    def twin(self, policy: Policy) -> Tree:
+        """An empty tree like this one, without spans or a host tier, under another policy."""
+        raise NotImplementedError
+
+    def rescore(self) -> None:
+        """Score all candidates anew; what is cached stays."""
+        for component, index in zip(self.components.all, self.indexes, strict=True):
+            index.score = component.score_by(self.policy)
+            index.rebuild()
 
     def match(self, tokens: Tokens, limit: int | None = None) -> Match:
         """How far the first `limit` tokens (all by default) are cached. Changes nothing."""

@@ -7,13 +7,17 @@ Changing the policy of a tree keeps its content: only the candidates are scored 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from phloem.actors.tree.adaptive import Adaptive
 from phloem.actors.tree.benefit import Benefit
 from phloem.actors.tree.node import Node
-from phloem.actors.tree.scoring import KEEP, SCORE_BYTES, STAMP_BITS, Policy, Score, Visit
+from phloem.actors.tree.scoring import KEEP, SCORE_BYTES, STAMP_BITS, Policy, Score, Visit, Watched
 from phloem.errors import InvalidRequest
 
 __all__ = [
     "POLICY_NAMES",
+    "Adaptive",
     "Benefit",
     "Fifo",
     "KEEP",
@@ -122,6 +126,10 @@ class _First(Policy):
         """Hand on to the other policy."""
         self.within.serve(page_bytes, state_weight, now)
 
+    def attach(self, tree: Watched, /) -> None:
+        """Hand on to the other policy."""
+        self.within.attach(tree)
+
     def visited(self, visit: Visit, /) -> int:
         """Hand on to the other policy."""
         return self.within.visited(visit)
@@ -171,8 +179,16 @@ class SessionFirst(_First):
         return int(node.sessions > 0)
 
 
-_NAMED: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Lru, Lfu, Slru, Fifo, PriorityFirst, SessionFirst, Benefit)
+def _adaptive() -> Policy:
+    return Adaptive([Benefit, Lru, Slru])
+
+
+_NAMED: dict[str, Callable[[], Policy]] = {
+    **{
+        policy.name: policy
+        for policy in (Lru, Lfu, Slru, Fifo, PriorityFirst, SessionFirst, Benefit)
+    },
+    Adaptive.name: _adaptive,
 }
 
 

@@ -6,11 +6,14 @@ A policy gives a node's KV and its state a score each; the smallest goes first, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from phloem.actors.tree.node import Node, Walk
 
-__all__ = ["KEEP", "SCORE_BYTES", "STAMP_BITS", "Policy", "Score", "Visit"]
+if TYPE_CHECKING:
+    from phloem.actors.tree.tree import Tree
+
+__all__ = ["KEEP", "SCORE_BYTES", "STAMP_BITS", "Policy", "Score", "Visit", "Watched"]
 
 Score = int  # not negative, of at most so many bytes
 SCORE_BYTES = 24
@@ -30,6 +33,26 @@ class Visit(NamedTuple):
     data: bytes
     stop: int
     now: int
+
+
+class Watched(Protocol):
+    """What a policy may know of the tree it is for, and ask of it."""
+
+    page_size: int
+    shared: bool
+    """Pages and states come from one memory."""
+
+    def held(self) -> tuple[int, int]:
+        """Pages and states on the device."""
+        ...
+
+    def twin(self, policy: Policy) -> Tree:
+        """An empty tree like this one, without a host tier, under another policy."""
+        ...
+
+    def rescore(self) -> None:
+        """Score all candidates anew; what is cached stays."""
+        ...
 
 
 class Policy:
@@ -72,6 +95,9 @@ class Policy:
         `page_bytes` of a key are a page. One state weighs as much as the KV of `state_weight`
         tokens; 0: there are no states. `now` is the tree's count of uses.
         """
+
+    def attach(self, tree: Watched, /) -> None:
+        """Told, after `serve`, which tree it is for, if it wants to know more of it."""
 
     def visited(self, visit: Visit, /) -> int:
         """Told of each request that opens, if it `learns`.

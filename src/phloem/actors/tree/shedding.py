@@ -78,6 +78,7 @@ class SheddingTree(BackingTree):
             raise InvalidRequest(f"evict of {pages} pages and {states} states")
         if spans and (min(spans) < 0 or len(spans) > len(self.spans)):
             raise InvalidRequest(f"evict of {[*spans]} pages of {len(self.spans)} spans")
+        self.shared = False
         gone = Tally(by, [])
         if self.spans:
             gone.spans = tuple(self.radix.span_pages)
@@ -111,6 +112,7 @@ class SheddingTree(BackingTree):
                 f"evict of {nbytes} bytes and {states} states, {page_bytes} bytes a page, "
                 f"{state_bytes} a state"
             )
+        self.shared = True
         gone = Tally(by, [])
         if self.spans:
             gone.spans = tuple(self.radix.span_pages)
@@ -411,9 +413,8 @@ class SheddingTree(BackingTree):
         self.policy = policy_named(policy) if isinstance(policy, str) else policy
         self.policy.serve(self.radix.page_bytes, self.state_weight, self.now)
         self.policy.tick(self.time)
-        for component, index in zip(self.components.all, self.indexes, strict=True):
-            index.score = component.score_by(self.policy)
-            index.rebuild()
+        self.policy.attach(self)
+        self.rescore()
 
     def tick(self, time: int) -> None:
         """The time of the message that is about to be handled; priorities and sessions end by it.

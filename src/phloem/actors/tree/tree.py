@@ -19,6 +19,7 @@ from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens, common_bytes
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.leasing import LeasingTree
 from phloem.actors.tree.node import NO_MARK, NO_SLOT, Node
+from phloem.actors.tree.policies import Policy
 from phloem.actors.tree.results import Evicted, InsertResult, Match, PagesChanged, TreeFigures
 from phloem.errors import InvalidRequest
 
@@ -34,6 +35,18 @@ class Tree(LeasingTree):
     makes the grid. `components` is `("kv",)` for pure attention, `("kv", "state")` for hybrids,
     each with `"window:128"` behind them for sliding-window layers of 128 tokens.
     """
+
+    def twin(self, policy: Policy) -> Tree:
+        """An empty tree like this one, without spans or a host tier, under another policy."""
+        return Tree(
+            page_size=self.page_size,
+            state_chunk=self.grid,
+            components=("kv", "state") if self.has_states else ("kv",),
+            policy=policy,
+            placement=self.placement,
+            ghosts_max=0,
+            state_weight=max(self.state_weight, 1),
+        )
 
     def check_insert(
         self,
