@@ -269,8 +269,11 @@ class TestRepeatability:
 
 class TestEnds:
     def test_close_ends_running_copies_there_and_then(self) -> None:
-        clock, bench = VirtualClock(), Bench.make("none")
-        engine, images = VirtualEngine(clock), bench.images()
+        clock, bench, told = VirtualClock(), Bench.make("none"), list[tuple[str, int]]()
+        engine = VirtualEngine(
+            clock, on_event=lambda ns, event, ticket, done: told.append((event, ticket.seq))
+        )
+        images = bench.images()
         copy = Copy(bench.device.kv_rows, bench.host.kv_rows, [1], [2])
         running = engine.submit(CopyBatch("d2h", (copy,)))
         queued = engine.submit(CopyBatch("d2h", (copy,), after=(Fence(),)))
@@ -279,6 +282,7 @@ class TestEnds:
         engine.close()
         for ticket in (running, queued):
             assert ticket.done and isinstance(ticket.error, CopyCancelled)
+            assert told.count(("cancelled", ticket.seq)) == 1, "whether it had begun or not"
         clock.run()
         assert bench.same(images), "what was under way never lands"
 

@@ -145,6 +145,11 @@ class VirtualEngine(Dispatcher):
             self._kick(channel)
             self.take(channel)  # gives none any more, but ends what was queued
 
+    def finish(self, ticket: Ticket, error: BaseException | None = None) -> None:
+        """See `Dispatcher.finish`; tells of copies that never began, too."""
+        super().finish(ticket, error)
+        self._tell(ticket.state.value, ticket)
+
     def _soon(self, fn: Callable[[], None]) -> None:
         self._clock.call_at(self._clock.now_ns(), fn)
 
@@ -222,7 +227,6 @@ class VirtualEngine(Dispatcher):
         if self._hazards is not None:
             self._hazards.end(ticket)
         self.finish(ticket, error)
-        self._tell(ticket.state.value, ticket)
         self._woken(channel)
 
     def _tell(self, event: str, ticket: Ticket) -> None:
