@@ -271,7 +271,7 @@ class TestEnds:
     def test_close_ends_running_copies_there_and_then(self) -> None:
         clock, bench, told = VirtualClock(), Bench.make("none"), list[tuple[str, int]]()
         engine = VirtualEngine(
-            clock, on_event=lambda ns, event, ticket, done: told.append((event, ticket.seq))
+            clock, on_event=lambda _ns, event, ticket, _done: told.append((event, ticket.seq))
         )
         images = bench.images()
         copy = Copy(bench.device.kv_rows, bench.host.kv_rows, [1], [2])
