@@ -124,6 +124,28 @@ async def test_what_a_pass_still_reads_under_the_lease_is_not_evicted(inline: bo
         request.abort()
 
 
+async def test_what_a_pass_still_reads_under_a_kept_lease_outlives_a_reset(inline: bool) -> None:
+    """`resume` ended the former lease at once, and the sweep freed what the pass was reading."""
+    async with house(inline=inline) as here:
+        await seed(here, PROMPT[: 2 * PAGE])
+        request = await opened(here, PROMPT)
+        release = blocked(here.stream)
+        with here.cache.step([request], stream=here.stream) as step:
+            here.stream.run(lambda: None)
+            step.launched({request: 2 * PAGE + 1})
+        try:
+            await request.suspend(keep_lease=True)
+            await here.cache.reset()
+            await request.resume()
+            held = here.cache.stats().kv.tree
+        finally:
+            release.mark_passed()
+        assert held == 2
+        await here.settled()
+        assert here.cache.stats().kv.tree == 0
+        request.abort()
+
+
 async def test_aborting_a_suspended_request_gives_its_lease_back_once(inline: bool) -> None:
     async with house(inline=inline) as here:
         for keep in (True, False):

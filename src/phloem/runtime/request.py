@@ -327,7 +327,7 @@ class Request(Arriving):
             core.release_lease(lease)
             return False
         if not self._lease_given_up:
-            core.release_lease(self._lease)
+            core.release_lease_after(self._lease, self.fences())  # passes may yet read under it
         self._lease, self._lease_given_up = lease, False
         self.match = standing_on(lease, match)
         self._holding = holding_under(core, lease)
