@@ -258,3 +258,39 @@ async def test_a_window_that_a_pass_reads_stays_until_it_is_over() -> None:
             gate.mark_passed()
             stream.close()
         await cache.audit()
+
+
+@LAYOUTS
+async def test_a_window_that_a_pass_writes_stays_until_it_is_over(layout: ModelLayout) -> None:
+    """Also what the boundary that it leads to does not need."""
+    gate = Fence()
+    async with CacheRuntime(config(layout)) as cache:
+        tokens = list(range(1, 25))
+        longer = [*tokens[:8], *range(90, 107)]
+        await serve(cache, tokens[:8], 8)
+        await serve(cache, longer, 8)
+        stream = cache.worker_stream("model")
+        try:
+            async with cache.request(longer):
+                await cache.evict(spans={"window": 64})  # what both begin with keeps its KV
+                request = await cache.open_request(tokens)
+                assert request.match.lost["no_window"] == 8
+                await request.allocate(24)
+                await request.ready()
+                written = request.span_table("window")[:6]
+                pool = cache.core.ledger.pool("window")
+                with cache.step([request], stream=stream) as step:
+                    stream.wait(gate)
+                    step.launched({request: 24})
+                await request.checkpoint()
+                mine = [page for page in written if pool.owner_of(page) == TREE]
+                assert len(mine) == (2 if layout.has_states else 6)
+                await cache.evict(spans={"window": 64})
+                assert {pool.owner_of(page) for page in mine} == {TREE}
+                gate.mark_passed()
+                await step.over()
+                await request.finish()
+        finally:
+            gate.mark_passed()
+            stream.close()
+        await cache.audit()

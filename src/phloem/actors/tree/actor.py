@@ -295,7 +295,7 @@ class TreeActor:
             lease = guard = tree.acquire(key, owner="", limit=0)[0]
         elif writing and lease is not None and tree.spans and start:
             # Steps may yet read what the lease leaves behind, which no boundary needs any more.
-            self._guard(tree.fork(lease, owner=lease.owner), writing, own=True)
+            self._guard(tree.fork(lease, owner=lease.owner), writing, lease.boundary, own=True)
         result, actions = tree.insert_checked(
             key, length, start, pages, state, lease, account, message.swap, 0, spans
         )
@@ -313,7 +313,7 @@ class TreeActor:
         if self._tell is not None:
             self._tell.inserted(message, result, account, taken)
         if writing and lease is not None:
-            self._guard(lease if guard is None else guard, writing, own=guard is not None)
+            self._guard(lease if guard is None else guard, writing, start, own=guard is not None)
             assert self._transfer is not None
             self._domain.send(self._transfer, m.Written(tuple(writing)))
         if actions:
@@ -324,12 +324,15 @@ class TreeActor:
             self._let_waiters_retry()
         return result
 
-    def _guard(self, lease: Lease, writing: list[Fence], *, own: bool) -> None:
-        """What steps may still write is not evicted before they have ended.
+    def _guard(self, lease: Lease, writing: list[Fence], start: int, *, own: bool) -> None:
+        """What steps may still write, from token `start` on, is not evicted before they have ended.
 
-        Their caller's lease may end before, and need not cover the state: a lease of our own does.
+        Their caller's lease may end before, and need not cover the state, nor spans that its
+        boundary does not need: a lease of our own does.
         """
         hold = lease if own else self.tree.fork(lease, owner=lease.owner)
+        if self.tree.spans:
+            self.tree.protect_spans(hold, start)
         if self.tree.has_states and not hold.has_state:
             self.tree.take_state(hold)
         if self._tell is not None:

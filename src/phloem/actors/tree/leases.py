@@ -259,17 +259,30 @@ class Leases:
     def _protect_spans(self, lease: Lease) -> None:
         """Count the lease at the nodes whose spans its boundary needs, whole nodes each."""
         anchor = lease.anchor
+        lease.spans = tuple(
+            self._count_span(number, anchor, component.needs_from(anchor.end))
+            for number, (component, _) in enumerate(self._spans)
+        )
+
+    def protect_spans(self, lease: Lease, start: int) -> None:
+        """Count a live lease at the spans from `start` on, too, though its boundary needs less."""
         starts: list[int] = []
-        for number, (component, _) in enumerate(self._spans):
-            start, node = component.needs_from(anchor.end), anchor
-            while node.parent is not None and node.end > start:
-                span = node.spans[number]
-                span.leases += 1
-                if span.leases == 1:
-                    self.spans_protected[number] += len(span.page_ids) // ID_BYTES
+        for number, first in enumerate(lease.spans):
+            node = lease.anchor
+            while node.parent is not None and node.end > first:
                 node = node.parent
-            starts.append(node.end)
+            starts.append(self._count_span(number, node, start))
         lease.spans = tuple(starts)
+
+    def _count_span(self, number: int, node: Node, start: int) -> int:
+        """One lease more at the spans from `start` up to `node`; where the first of them begins."""
+        while node.parent is not None and node.end > start:
+            span = node.spans[number]
+            span.leases += 1
+            if span.leases == 1:
+                self.spans_protected[number] += len(span.page_ids) // ID_BYTES
+            node = node.parent
+        return node.end
 
     def _unprotect_spans(
         self, anchor: Node, starts: tuple[int, ...], now: int, former: bool

@@ -189,6 +189,15 @@ class LeasingTree(MovingTree):
             self._wait(fork, self.operations.live[lease.load])
         return fork
 
+    def protect_spans(self, lease: Lease, start: int) -> None:
+        """Have a lease protect spans from position `start` on, also where its boundary needs less.
+
+        For as long as it stands there: when it moves, it protects what its new boundary needs.
+        Raises `StaleHandle` for a lease that has ended or is of an older generation.
+        """
+        self.check_lease(lease)
+        self.leases.protect_spans(lease, start)
+
     def advance(self, lease: Lease, *, beyond: int, limit: int) -> Match:
         """Move a lease to a boundary deeper than `beyond`, if others have published one.
 

@@ -34,6 +34,7 @@ RECORDED = (
     "acquire",
     "open",
     "fork",
+    "protect_spans",
     "advance",
     "release",
     "release_state",
