@@ -85,15 +85,20 @@ class Fairness:
         """Nothing is queued: the first who waits cannot be served.
 
         `backup_refused`: for want of room on the host, since the tree was asked for room. What it
-        was to copy stays until what leaves below it is gone: asked again, it is refused again.
+        was to copy stays until what leaves below it is gone, and no other backup reads it: asked
+        again, it is refused again. Who waits is served when those backups have ended.
         """
         head = next(core.allocator.queue(), None)
         if head is None:
             return
         kv, state, tree = core.ledger.kv, core.ledger.state, core.tree.figures()
         leaving = tree.pages_leaving + tree.states_leaving
-        if leaving and (backup_refused or isinstance(core.ledger, SharedLedger)):
+        if leaving and isinstance(core.ledger, SharedLedger):
             return  # in one memory pages and states make room for each other, in frames
+        operations = core.tree.operations.live.values()
+        reads = any(one.kind == "backup" and one.phase == "submitted" for one in operations)
+        if backup_refused and (leaving or reads):
+            return
         short = max(0, head.pages - kv.free), max(0, head.states - state.free)
         pages, states = core.tree.beyond_leaving(*short)
         if leaving and not pages and not states:
