@@ -276,7 +276,10 @@ class Simulation:
         return round(self.rng.expovariate(per_second) * 1e9)
 
     async def _settle(self, core: Core) -> None:
-        """Wait until nothing is in flight: hangs end after seconds, news of fences sooner."""
+        """Wait until nothing is in flight, at most a quarter of an hour.
+
+        A hang ends after seconds, news of fences sooner; but copies that hang queue up.
+        """
         for number in range(10_000):
             pools = core.ledger.pools
             busy = core.transfer.in_flight + core.domain.queued + sum(p.parked for p in pools)
@@ -284,7 +287,7 @@ class Simulation:
             late = number < 100 and bool(core.tree.leases.live)  # given up behind a fence
             if not busy and not late and not core.tree.sweeping:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01 if number < 1_000 else 0.1)
 
 
 def sim_run(main: Callable[[], Coroutine[object, object, T]], loop: SimLoop) -> T:
