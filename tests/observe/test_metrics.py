@@ -67,9 +67,13 @@ async def test_every_metric_exists_before_first_use_and_tells_the_truth(
             counters = [value for (name, _), value in before.items() if name.endswith("_total")]
             assert set(counters) == {0.0}
             driver = Driver(cache, 4)
-            for _ in range(250):
-                await driver.operate()
-            after = await scrape(server)
+            evicted, after = ("phloem_evicted_total", ("attention", "device", "asked")), before
+            for _ in range(20):  # under write-back it depends on copies whether what goes is there
+                for _ in range(250):
+                    await driver.operate()
+                after = await scrape(server)
+                if after[evicted]:
+                    break
             stats = cache.stats()
             assert set(after) == set(before), "no series appears by use"
             lost = sum(v for (name, _), v in after.items() if name == "phloem_lost_tokens_total")
@@ -83,7 +87,7 @@ async def test_every_metric_exists_before_first_use_and_tells_the_truth(
                 assert shown == (0 if spans is None else getattr(spans, holder))
                 there = after["phloem_pool_places", ("state", "host", holder)]
                 assert there == (getattr(stats.host_state, holder) if stats.host_state else 0)
-            assert after["phloem_evicted_total", ("attention", "device", "asked")] > 0
+            assert after[evicted] > 0
             assert (after["phloem_evicted_total", ("window", "device", "asked")] > 0) == window
             assert (after["phloem_granted_total", ("window", "device")] > 0) == window
             kept = {span.component: span.protected for span in stats.tree.spans}

@@ -101,7 +101,8 @@ async def test_what_came_of_a_load_that_failed_is_kept(
             raise CopyFailed("a page cannot be read", rows_ok=2)
 
     made = ENGINES[engine]
-    async with roomy(inline, layout, **({} if made is None else {"engine": made})) as here:
+    given = {} if made is None else {"engine": made}
+    async with roomy(inline, layout, copy_timeout_s=60, **given) as here:
         prompt = await on_the_host(here)
         breaks(here, fault)
         request = await here.cache.open_request(prompt)

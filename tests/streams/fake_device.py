@@ -83,6 +83,7 @@ class FakeDriver:
         self.threads: list[str] = []
         self.streams: list[FakeStream] = []
         self.waits: list[FakeEvent] = []
+        self._worked_for: dict[int, FakeStream] = {}  # by thread: the stream whose work it does
         self.pinned: dict[int, int] = {}
 
     def enter_thread(self) -> None:
@@ -126,9 +127,11 @@ class FakeDriver:
         reached, left = threading.Event(), threading.Event()
         stream.put(lambda: (reached.set(), left.wait(), None)[2])
         reached.wait()
+        self._worked_for[threading.get_ident()] = stream
         try:
             yield
         finally:
+            del self._worked_for[threading.get_ident()]
             left.set()
 
     def enqueue(self, stream: object, fn: Callable[[], None]) -> None:
@@ -155,7 +158,10 @@ class FakeDriver:
         if not isinstance(event, FakeEvent):
             raise InvalidRequest(f"{event!r} is no fake event")
         self.waits.append(event)
-        stream.put(lambda: (event.flag.wait(), None)[1])
+        if self._worked_for.get(threading.get_ident()) is stream:
+            event.flag.wait()  # what the thread does next stands for what would come behind it
+        else:
+            stream.put(lambda: (event.flag.wait(), None)[1])
 
     def synchronize(self, event: object) -> None:
         assert isinstance(event, FakeEvent)
