@@ -274,5 +274,9 @@ def test_killed(mutant: Mutant, tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "phloem")
     file = tmp_path / "phloem" / "cuda_streams" / mutant.file
     file.write_text(file.read_text().replace(mutant.old, mutant.new))
-    done = run_tests(tmp_path, [mutant.killer])
-    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout
+    try:
+        done = run_tests(tmp_path, [mutant.killer])
+    except subprocess.TimeoutExpired:
+        return  # it hangs, also at its end; without the mutation it passes at once
+    assert done.returncode == 1, done.stdout
+    assert "1 failed" in done.stdout or " Timeout " in done.stdout, done.stdout
