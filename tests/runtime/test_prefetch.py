@@ -161,7 +161,7 @@ def test_its_copy_goes_behind_what_requests_wait_for() -> None:
 
     async def scenario(time: Time) -> None:
         links = {"d2h": link, "h2d": link, "d2d": link}
-        async with time.runtime(config, links=links) as cache:  # type: ignore[arg-type]
+        async with time.runtime(config, links=links) as cache:  # type: ignore[arg-type]  # by name
 
             async def put_on_the_host(prompt: list[int]) -> None:
                 async with cache.request(prompt[:END], whole=True) as request:

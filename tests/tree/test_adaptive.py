@@ -107,7 +107,7 @@ def test_shadows_stay_small_by_taking_fewer_requests() -> None:
     server = Server("lru", capacity=10**9)
     shadows = Shadows(server.tree, [Benefit, Lru])
     policy = Adaptive([Benefit, Lru])
-    policy.visited = lambda visit: int(shadows.visited(visit))  # type: ignore[method-assign]
+    policy.visited = lambda visit: int(shadows.visited(visit))  # type: ignore[method-assign]  # a probe
     server.tree.policy = policy
     for turn in range(3000):
         server.serve([turn, *run(1, 10), 10**6 + turn])
