@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,13 +14,14 @@ import pytest
 import torch
 
 from phloem import events
+from phloem.cuda_streams.pools import DevicePools
 from phloem.runtime import cli
 from phloem.runtime.demo import main as demo
 from phloem.runtime.demo.measure import Comparison, compare, loop_lag, percentile
 from phloem.runtime.demo.report import Report
 from phloem.runtime.demo.workloads import simultaneous
 from phloem.runtime.integrations.models import build_model
-from phloem.runtime.integrations.transformers import TransformersModel
+from phloem.runtime.integrations.transformers import ModelCache, Row, TransformersModel
 from phloem.runtime.tracing import read_log
 
 
@@ -143,16 +146,28 @@ def test_a_wrong_state_makes_outputs_differ(monkeypatch: pytest.MonkeyPatch) -> 
     hybrid = TransformersModel(build_model("qwen3-next"))
     gather = hybrid.gather
 
-    def spoilt(pools, pages, n_tokens, slot):  # type: ignore[no-untyped-def]
+    def spoilt(
+        pools: DevicePools, pages: Sequence[int], n_tokens: int, slot: int | None
+    ) -> ModelCache:
         for states in pools.states.values():
             for state in states.values():
-                if n_tokens:
+                if n_tokens and slot is not None:
                     state[slot].mul_(-3)
         return gather(pools, pages, n_tokens, slot)
 
+    def spoilt_late(pools: DevicePools, row: Row, wait: Callable[[int], None]) -> ModelCache:
+        for layer in (*pools.kv, *pools.states):
+            wait(layer)  # else the copy of the state would land on what is spoilt here
+        return spoilt(pools, row.pages, row.length, row.slot)
+
+    # Whether a restored prefix is read at once or layer by layer hangs on who waits for what.
     monkeypatch.setattr(hybrid, "gather", spoilt)
-    workload = simultaneous(requests=3, shared=128, own=64, max_new=3)
-    comparison = asyncio.run(compare(hybrid, workload))
+    monkeypatch.setattr(hybrid, "gather_late", spoilt_late)
+    together = simultaneous(requests=3, shared=128, own=64, max_new=3)
+    first, second, third = together.turns  # one after another: the second saves, the third reuses
+    turns = (first, replace(second, after=first.id), replace(third, after=second.id))
+    comparison = asyncio.run(compare(hybrid, replace(together, turns=turns)))
+    assert comparison.cached.reused > 0
     assert comparison.logit_difference_max > 0.1
     assert comparison.outputs_equal < 3
     assert comparison.failures
