@@ -257,6 +257,33 @@ def test_room_that_was_promised_and_is_kept_by_a_lease_is_looked_for_elsewhere()
     explore(scenario, range(4), faults=lambda _: Faults(copy_hang=1.0))
 
 
+def test_who_waits_behind_a_refused_backup_is_not_asked_for_whenever_others_are() -> None:
+    """The checker forgot the refusal when the tree was asked for room for somebody else."""
+
+    async def scenario(sim: Simulation) -> None:
+        layout = sim_layout(states=False)
+        room = 2 * layout.page_bytes(4)  # on the host, for an end and no more
+        config = _config(layout=layout, device_pages=12, host_bytes=room, write_policy="write_back")
+        async with sim.runtime(config) as cache:
+            held = await cache.allocate(pages=1, owner="holder")
+            for end in (100, 200):
+                tokens = [*range(12), *range(end, end + 8)]
+                grant = await cache.allocate(pages=5, owner="cached")
+                result = await cache.insert(tokens, pages=grant.pages)
+                assert result.adopted
+            waits = asyncio.create_task(cache.allocate(pages=11, owner="waits"))
+            await asyncio.sleep(0.0001)
+            assert (cache.stats().tree.pages, cache.stats().tree.pages_leaving) == (5, 2)
+            with pytest.raises(NoRoom):  # as a holder it goes before who waits
+                await cache.allocate(pages=7, owner="holder", wait=False)
+            await asyncio.sleep(0.0001)
+            assert not waits.done()
+            cache.release(await waits)
+            cache.release(held)
+
+    explore(scenario, range(4), faults=lambda _: Faults(copy_hang=1.0))
+
+
 @pytest.mark.parametrize(
     "seed",
     [

@@ -81,12 +81,13 @@ class Fairness:
                     f"allocation of {waiter.owner!r} was served before {overtaken[0].owner!r}'s"
                 )
 
-    def at_rest(self, core: Core, *, backup_refused: bool) -> None:
+    def at_rest(self, core: Core, backup_refused: Callable[[str], bool]) -> None:
         """Nothing is queued: the first who waits cannot be served.
 
-        `backup_refused`: for want of room on the host, since the tree was asked for room. What it
-        was to copy stays until what leaves below it is gone, and no other backup reads it: asked
-        again, it is refused again. Who waits is served when those backups have ended.
+        `backup_refused`: for want of room on the host, since the tree was asked for room for that
+        owner. What it was to copy stays until what leaves below it is gone, and no other backup
+        reads it: asked again, it is refused again. Who waits is served when those backups have
+        ended.
         """
         head = next(core.allocator.queue(), None)
         if head is None:
@@ -97,7 +98,7 @@ class Fairness:
             return  # in one memory pages and states make room for each other, in frames
         operations = core.tree.operations.live.values()
         reads = any(one.kind == "backup" and one.phase == "submitted" for one in operations)
-        if backup_refused and (leaving or reads):
+        if (leaving or reads) and backup_refused(head.owner):
             return
         short = max(0, head.pages - kv.free), max(0, head.states - state.free)
         pages, states = core.tree.beyond_leaving(*short)

@@ -58,7 +58,8 @@ class Protocol:
         self._loading: dict[int, Sequence[int]] = {}  # of those, the pages that loads bring
         self._reserving: dict[Tier, list[int]] = {"device": [], "host": []}
         self._asking: Counter[Tier] = Counter()
-        self.backup_refused = False  # since the tree was asked for room the last time
+        self._refused = 0  # backups, for want of room on the host
+        self._refused_before: dict[str, int] = {}  # the tree was last asked for room, by for whom
 
     def begin(self, what: str, message: object, core: Core) -> None:
         """A turn begins."""
@@ -83,6 +84,14 @@ class Protocol:
     def end(self) -> None:
         """The turn is over."""
         self._busy = ""
+
+    def backup_refused(self, owner: str) -> bool:
+        """Whether any was, for want of room on the host, since the tree was asked for `owner`."""
+        return self._refused > self._refused_before.get(owner, self._refused)
+
+    def left(self, owner: str) -> None:
+        """`owner` is over: nothing about it is kept."""
+        self._refused_before.pop(owner, None)
 
     def _check(self, message: object, cause: int) -> None:
         match message:
@@ -109,7 +118,7 @@ class Protocol:
             case m.Reserved() | m.NotReserved():
                 self._answered(message.op, granted=isinstance(message, m.Reserved))
             case m.MakeRoom():
-                self.backup_refused = False
+                self._refused_before[message.owner] = self._refused
                 if message.tell:
                     self._asked("device")
             case m.MakeHostRoom():
@@ -138,9 +147,10 @@ class Protocol:
         on_host, on_device = self._reserving["host"], self._reserving["device"]
         if op in on_device:
             on_device.remove(op)
+            self.left(f"op {op}")
         elif op in on_host and (on_host[0] == op or not granted):  # too much is refused at once
             on_host.remove(op)
-            self.backup_refused = self.backup_refused or not granted
+            self._refused += not granted
         else:
             raise Violation(f"reservation {op} is answered; those of the host wait as {on_host}")
 

@@ -171,6 +171,7 @@ class Watch:
                 self.fairness.granted(event.request)
             case RequestEnded():
                 self.fairness.left(event.request)
+                self.protocol.left(event.request)
                 if self._core is not None and event.request in self._core.requests:
                     raise Violation(f"a request ended and is still listed: {event}")
             case RuntimeStopped() if event.why != "closed":
@@ -252,7 +253,7 @@ class Watch:
             return
         try:
             if core.allocator.waiting:
-                self.fairness.at_rest(core, backup_refused=self.protocol.backup_refused)
+                self.fairness.at_rest(core, self.protocol.backup_refused)
             every = self._audit_every
             patience = min(every * (1 + core.tree.radix.nodes // _NODES), max(every, _TURNS))
             if core.domain.turns - self._audited_at >= patience:
