@@ -296,3 +296,13 @@ def test_who_waits_behind_a_refused_backup_is_not_asked_for_whenever_others_are(
 )
 def test_seeds_that_once_failed(seed: int) -> None:
     run_plan(plan_for(seed, Fixed(uses=())))  # as they were before there were any
+
+
+@pytest.mark.parametrize(
+    ("seed", "uses"),
+    [
+        (2961, ("join", "early")),  # a first pass failed, and the tree had lost the state meanwhile
+    ],
+)
+def test_seeds_that_once_failed_by_their_uses(seed: int, uses: tuple[str, ...]) -> None:
+    run_plan(plan_for(seed, Fixed(uses=uses)))

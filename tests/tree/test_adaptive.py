@@ -10,7 +10,7 @@ from tree.test_benefit import Server
 
 from phloem.actors.tree import TokenKey
 from phloem.actors.tree.adaptive import Adaptive
-from phloem.actors.tree.audit import audit_tree
+from phloem.actors.tree.audit import AuditFailed, audit_tree
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import Benefit, Lru, Policy, PriorityFirst, Slru, policy_named
 from phloem.actors.tree.scoring import Score
@@ -78,6 +78,22 @@ def test_it_comes_back_when_the_requests_change() -> None:
     assert isinstance(policy.followed, Lru)
     assert rate(hits[300:]) > 0.9 * rate(conversations(small(Lru()), 600)[300:]) > 0.5
     audit_tree(server.tree)
+
+
+def test_an_audit_looks_at_the_shadows() -> None:
+    policy = PriorityFirst(Adaptive([Lru, Newest]))  # passed on by what stands before it, too
+    server = small(policy)
+    a_loop(server, 2)
+    audit_tree(server.tree)
+    shadows = list(policy.shadows())
+    assert len(shadows) == 2
+    shadows[1].radix.pages += 1
+    with pytest.raises(AuditFailed, match="pages: the tree counts"):
+        audit_tree(server.tree)
+    shadows[1].radix.pages -= 1
+    shadows[0].acquire([1000], owner="a request")
+    with pytest.raises(AuditFailed, match="a request of a shadow has not ended"):
+        audit_tree(server.tree)
 
 
 @pytest.mark.parametrize("work", [a_loop, conversations])

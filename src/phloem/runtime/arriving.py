@@ -32,8 +32,10 @@ class Arriving(Publishing):
         than it was promised: the match that is returned says so, and `allocate` is called again for
         the room that is missing now. For a model with states `allocate` comes first, since the copy
         needs the working slot. Raises `CopyFailed` when that copy fails; if it takes too long, the
-        slot is given up, too, and `allocate` is called again for another. A cancelled caller may
-        abort right after: the slot stays parked until the copy has ended.
+        slot is given up, too, and `allocate` is called again for another. `InvalidRequest` where a
+        pass that was given up may have spoilt the working state and there is no other to begin
+        with: end the request and open it again. A cancelled caller may abort right after: the slot
+        stays parked until the copy has ended.
 
         With `layer` it waits only until model layers 0 to `layer` can be read. Passes may run on
         them from then on, but they are provisional: call `ready()` after them and before

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.scoring import Policy, Score, Visit, Watched
 from phloem.actors.tree.shadows import Shadows
+
+if TYPE_CHECKING:
+    from phloem.actors.tree.tree import Tree
 
 __all__ = ["Adaptive"]
 
@@ -42,6 +46,10 @@ class Adaptive(Policy):
         self._tree = tree
         self._shadows = Shadows(tree, self._kinds)
         self._changed_at = 0
+
+    def shadows(self) -> Iterable[Tree]:
+        """Those of the policies that it may follow."""
+        return () if self._shadows is None else self._shadows.trees
 
     def serve(self, page_bytes: int, state_weight: int, now: int, /) -> None:
         """Hand on to all."""

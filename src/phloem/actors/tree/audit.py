@@ -35,16 +35,18 @@ class _LeaseCounts:
                 _count_span(lease, span, self.spans)
 
 
-def audit_tree(tree: Tree) -> None:
+def audit_tree(tree: Tree, *, places: bool = True) -> None:
     """Check every invariant of the tree; raises `AuditFailed` naming the first that is broken.
 
-    Walks all nodes without recursion; those of former generations are not looked at.
+    Walks all nodes without recursion; those of former generations are not looked at. Not `places`:
+    its pages and states are nowhere, as in the shadows of a policy, which are audited with the tree
+    that it is for.
     """
     counts = _LeaseCounts(tree)
     owners = Counter(lease.owner for lease in tree.leases.live.values() if lease.anchor.end)
     check(owners == tree.leases.owners, "the owners of leases are miscounted")
     totals: Counter[str] = Counter()
-    owned = _nothing_owned(tree)
+    owned = _nothing_owned(tree) if places else None
     for root in tree.radix.roots.values():
         check(root.parent is None and not root.edge and not len(root.page_ids), "a root has data")
         check(bool(root.children) or root.leases > 0, "a namespace is kept for nothing")
@@ -66,6 +68,9 @@ def audit_tree(tree: Tree) -> None:
         _audit_index(index, tree.policy.rises_only)
     _audit_totals(tree, totals)
     _audit_sessions(tree)
+    for shadow in tree.policy.shadows():
+        check(not shadow.leases.live, "a request of a shadow has not ended")
+        audit_tree(shadow, places=False)
 
 
 class AuditRounds:
@@ -110,11 +115,13 @@ def _nothing_owned(tree: Tree) -> _Owned:
 
 
 def _audit_node(
-    tree: Tree, node: Node, counts: _LeaseCounts, owned: _Owned, totals: Counter[str]
+    tree: Tree, node: Node, counts: _LeaseCounts, owned: _Owned | None, totals: Counter[str]
 ) -> None:
     """What a node says of itself, its children and its leases."""
     _audit_links(tree, node)
-    _audit_data(tree, node, owned)
+    _audit_data(tree, node)
+    if owned is not None:
+        _audit_places(tree, node, owned)
     _audit_counts(node, counts)
     for span in tree.spans:
         _audit_span(span, node, counts.spans, totals)
@@ -136,7 +143,7 @@ def _audit_links(tree: Tree, node: Node) -> None:
         )
 
 
-def _audit_data(tree: Tree, node: Node, owned: _Owned) -> None:
+def _audit_data(tree: Tree, node: Node) -> None:
     parent = node.parent
     assert parent is not None
     check(len(node.edge) > 0, f"node {node.id} has an empty edge")
@@ -151,6 +158,13 @@ def _audit_data(tree: Tree, node: Node, owned: _Owned) -> None:
         not node.page_ids or parent.parent is None or bool(parent.page_ids),
         f"node {node.id} has KV on the device, its parent has none",
     )
+    if node.state != NO_SLOT:
+        check(tree.has_states, "a state in a tree without states")
+        check(bool(node.page_ids), f"node {node.id} has a state on the device, but no KV")
+        check(node.end % tree.grid == 0, f"state of {node.id} at {node.end} is off the grid")
+
+
+def _audit_places(tree: Tree, node: Node, owned: _Owned) -> None:
     for component in tree.components.all:
         mine = owned[component.name]
         for place in component.held(node):
@@ -158,10 +172,6 @@ def _audit_data(tree: Tree, node: Node, owned: _Owned) -> None:
                 name = f"{component.name} place {place} of node {node.id}"
                 raise AuditFailed(f"{name} is reserved, or another node's, too")
             mine.add(place)
-    if node.state != NO_SLOT:
-        check(tree.has_states, "a state in a tree without states")
-        check(bool(node.page_ids), f"node {node.id} has a state on the device, but no KV")
-        check(node.end % tree.grid == 0, f"state of {node.id} at {node.end} is off the grid")
 
 
 def _count_span(lease: Lease, span: SpanComponent, spans_at: Counter[tuple[int, int]]) -> None:

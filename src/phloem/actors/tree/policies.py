@@ -7,13 +7,17 @@ Changing the policy of a tree keeps its content: only the candidates are scored 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from phloem.actors.tree.adaptive import Adaptive
 from phloem.actors.tree.benefit import Benefit
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.scoring import KEEP, SCORE_BYTES, STAMP_BITS, Policy, Score, Visit, Watched
 from phloem.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from phloem.actors.tree.tree import Tree
 
 __all__ = [
     "POLICY_NAMES",
@@ -129,6 +133,10 @@ class _First(Policy):
     def attach(self, tree: Watched, /) -> None:
         """Hand on to the other policy."""
         self.within.attach(tree)
+
+    def shadows(self) -> Iterable[Tree]:
+        """Those of the other policy."""
+        return self.within.shadows()
 
     def visited(self, visit: Visit, /) -> int:
         """Hand on to the other policy."""

@@ -6,6 +6,7 @@ A policy gives a node's KV and its state a score each; the smallest goes first, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from phloem.actors.tree.node import Node, Walk
@@ -98,6 +99,10 @@ class Policy:
 
     def attach(self, tree: Watched, /) -> None:
         """Told, after `serve`, which tree it is for, if it wants to know more of it."""
+
+    def shadows(self) -> Iterable[Tree]:
+        """Trees of its own, which an audit looks at, too; their pages and states are nowhere."""
+        return ()
 
     def visited(self, visit: Visit, /) -> int:
         """Told of each request that opens, if it `learns`.

@@ -116,6 +116,11 @@ class Shadows:
         self._evicted = True
 
     @property
+    def trees(self) -> list[Tree]:
+        """The shadows themselves, by policy."""
+        return [shadow.tree for shadow in self._shadows]
+
+    @property
     def saved(self) -> list[float]:
         """Mean tokens saved for each sampled request lately, by policy."""
         return [shadow.saved for shadow in self._shadows]

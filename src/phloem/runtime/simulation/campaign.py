@@ -40,7 +40,7 @@ __all__ = ["HOSTS", "Fixed", "Plan", "command", "plan_for", "play", "run_plan", 
 
 
 HOSTS: tuple[str, ...] = ("none", *BACKUP_HITS)
-# Not the adaptive one: its shadows would take most of the time; `tests/tree` has it in models.
+# The adaptive one is a use, since it came when seeds had their meaning already.
 _EVICTIONS = tuple(name for name in POLICY_NAMES if name != "adaptive")
 
 
@@ -253,6 +253,10 @@ async def _aside(sim: Simulation, cache: CacheRuntime, plan: Plan) -> AsyncGener
         asyncio.create_task(sim.every("evict", lambda: _evict(sim, cache)), name="evicter"),
         asyncio.create_task(sim.every("abort", lambda: _abort(sim, cache)), name="aborter"),
         *(
+            asyncio.create_task(_change_policy(sim, cache), name="policy changer")
+            for _ in range("policies" in plan.uses)
+        ),
+        *(
             sim.client(_borrow(sim, cache, f"{_BORROWER}-{number}"), f"{_BORROWER}-{number}")
             for number in range(plan.borrowers)
         ),
@@ -275,6 +279,12 @@ async def _abort(sim: Simulation, cache: CacheRuntime) -> None:
     requests = sorted(cache.core.requests)
     if requests:
         cache.core.requests[sim.rng.choice(requests)].abort()
+
+
+async def _change_policy(sim: Simulation, cache: CacheRuntime) -> None:
+    while True:
+        await asyncio.sleep(sim.rng.expovariate(10.0))
+        await cache.use_policy(sim.rng.choice(POLICY_NAMES))
 
 
 _BORROWER = "borrower"

@@ -172,6 +172,7 @@ class Server:
             await self._compute(Chunk(request, tokens, start, end, None, doubts), wait=True)
         except StepFailed:
             await self._steps_over(request)  # it counts for nothing, and it may still run
+            await self._ready_again(request)
             return
         await self._ready(job, request)
         if doubts and request.setbacks == setbacks:
@@ -202,10 +203,17 @@ class Server:
         if request.computed != request.boundary:
             raise Preempted(request.id)
         await self._steps_over(request)
+        await self._ready_again(request)
+
+    async def _ready_again(self, request: Request) -> None:
+        """For a request whose working state a pass may have spoilt."""
         try:
-            await request.ready()
-        except InvalidRequest as error:  # the boundary has no state, or has lost it
-            raise Preempted(request.id) from error
+            with suppress(TransferFailed):  # it counts for nothing, and `ready` is called again
+                await request.ready()
+        except InvalidRequest as error:
+            if request.computed != request.boundary:
+                raise
+            raise Preempted(request.id) from error  # the boundary has no state, or has lost it
 
     def _snapshot(self, request: Request, end: int) -> tuple[int, int] | None:
         """A slot for the first wanted state that the chunk passes, if there is one to be had."""

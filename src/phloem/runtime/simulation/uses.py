@@ -16,6 +16,8 @@ Runtimes
     *impatient*: copies between the tiers are given up after a time shorter than hangs are.
     *cheapest*: what is on the host is loaded only where that is the quickest way.
     *one_memory*: pages and states share one memory.
+    *adaptive*: eviction by the policy that follows others by what their shadow trees tell.
+    *policies*: the policy of eviction is changed again and again.
     *windows*: the model has sliding-window layers, too, and so no lower tier and no *one_memory*.
 """
 
@@ -35,7 +37,8 @@ __all__ = ["USES", "draw_uses", "with_uses"]
 USES: tuple[str, ...] = (
     *("suspend", "sessions", "join", "drafts", "early", "rotate"),
     *("impatient", "cheapest", "one_memory", "windows"),
-    "prefetch",  # last: so seeds mean for the others what they meant before there was such a thing
+    # Last those that came last: so seeds mean for the others what they meant before.
+    *("prefetch", "adaptive", "policies"),
 )
 
 
@@ -80,6 +83,8 @@ def with_uses(
         config = replace(
             config, loads="cheapest", prefill_tokens_per_s=rates[0], load_bytes_per_s=rates[1]
         )
+    if "adaptive" in uses:
+        config = replace(config, eviction="adaptive")
     if "windows" in uses and not config.host_bytes:
         layout = sim_layout(layers=2, states=config.layout.has_states, window=max(1, window))
         pages = max(1, round(share * config.device_pages))
