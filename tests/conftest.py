@@ -15,6 +15,8 @@ import torch
 pytest_plugins = ["phloem.runtime.simulation.pytest_plugin", "pytester"]
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+Tried = dict[str, list[int]]  # by what was tried: how many, in each test
+TRIED = pytest.StashKey[Tried]()
 
 
 def _loops() -> dict[str, LoopFactory]:
@@ -43,6 +45,27 @@ def pytest_asyncio_loop_factories(
 def inline(request: pytest.FixtureRequest) -> bool:
     """Whether callers take their turn at once, or wait for the loop to drain the queue."""
     return bool(request.param)
+
+
+@pytest.fixture
+def tried(request: pytest.FixtureRequest) -> Callable[[str, int], None]:
+    """Tell how many of something a long run has tried; the sums stand at the end of the report."""
+    counts = request.config.stash.setdefault(TRIED, {})
+
+    def tell(what: str, count: int) -> None:
+        counts.setdefault(what, []).append(count)
+
+    return tell
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What the long runs have tried."""
+    for what, counts in config.stash.get(TRIED, {}).items():
+        terminalreporter.write_line(
+            f"{sum(counts):,} {what} in {len(counts)} runs, at least {min(counts):,} in each"
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")

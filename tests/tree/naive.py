@@ -397,8 +397,10 @@ class Compared:
     # -- comparing -------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """The audit, and the tree's contents page by page."""
+        """The audit, and the tree's contents page by page; nothing unless the world checks each."""
         world = self.world
+        if not world.check_each:
+            return
         world.check()
         tree = world.tree
         kv: dict[Prefix, int] = {}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
+from tree.fingerprint import fingerprint
 from tree.naive import Compared
 
-from phloem.actors.tree import TokenKey
+from phloem.actors.tree import TokenKey, Tree
+from phloem.actors.tree.former import Former
 
 FUZZ = int(os.environ.get("PHLOEM_FUZZ", "0"))
 KINDS = {
@@ -65,33 +69,151 @@ def alphabet(kinds: tuple[str, ...]) -> dict[str, Callable[[Compared], None]]:
     return OPERATIONS if ":" not in kinds[-1] else OPERATIONS | ON_WINDOWS
 
 
-def try_all(kinds: tuple[str, ...], length: int) -> int:
-    """Every sequence of exactly `length` operations; shorter ones are their beginnings."""
-    count = 0
-    operations = alphabet(kinds)
-    for names in product(operations, repeat=length):
-        both = Compared(1, 1, kinds)
+class Exploration:
+    """All sequences of operations; of those that lead to one state, a shortest is continued.
+
+    So each operation is tried once in each state, and checked as if each sequence had been run: a
+    state is all that what comes after depends on.
+    """
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self._kinds = kinds
+        self._operations = alphabet(kinds)
+        self.start = fingerprint(self.run((), checked=True))
+        self.reached: dict[bytes, tuple[str, ...]] = {self.start: ()}
+        self._after: dict[bytes, dict[str, bytes]] = {}
+
+    def try_all(self, length: int) -> int:
+        """Try every sequence of exactly `length` operations; how many there are."""
+        sequences = Counter({self.start: 1})
+        for _ in range(length):
+            longer: Counter[bytes] = Counter()
+            for state, count in sequences.items():
+                for after in self.after(state).values():
+                    longer[after] += count
+            sequences = longer
+        return sequences.total()
+
+    def after(self, state: bytes) -> dict[str, bytes]:
+        """To which state each operation leads from a state that has been reached."""
+        known = self._after.get(state)
+        if known is None:
+            before = self.reached[state]
+            known = {name: self._try((*before, name)) for name in self._operations}
+            self._after[state] = known
+        return known
+
+    def _try(self, names: tuple[str, ...]) -> bytes:
+        """A sequence whose beginning has been tried before."""
         try:
-            for name in names:
-                operations[name](both)
-            both.end()
+            both = self.run(names[:-1], checked=False)
+            self._operations[names[-1]](both)
+            state = fingerprint(both)
+            if state not in self.reached:
+                self.reached[state] = names
+                for key in (SHORT, LONG, OTHER):
+                    both.match(key)
+                both.end()
         except BaseException as error:
             error.add_note(f"in the sequence {', '.join(names)}")
             raise
-        count += 1
-    return count
+        return state
+
+    def run(self, names: tuple[str, ...], *, checked: bool) -> Compared:
+        """A new run of some operations, for more that are checked."""
+        both = Compared(1, 1, self._kinds)
+        both.world.check_each = checked
+        for name in names:
+            self._operations[name](both)
+        both.world.check_each = True
+        return both
+
+    def sequences(self, length: int) -> Iterator[tuple[str, ...]]:
+        """Every sequence of exactly `length` operations."""
+        return product(self._operations, repeat=length)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "length"), [("kv", 3), ("kv+state", 4), ("kv+window", 3), ("kv+state+window", 3)]
+    ("kinds", "length"), [("kv", 4), ("kv+state", 4), ("kv+window", 3), ("kv+state+window", 3)]
 )
 def test_all_short_sequences(kinds: str, length: int) -> None:
-    assert try_all(KINDS[kinds], length) == len(alphabet(KINDS[kinds])) ** length
+    every = Exploration(KINDS[kinds])
+    assert every.try_all(length) == len(alphabet(KINDS[kinds])) ** length
+    assert len(every.reached) > 100
+
+
+def check_states(kinds: str, length: int) -> None:
+    """Every sequence, run without the others, goes where the exploration says."""
+    every = Exploration(KINDS[kinds])
+    every.try_all(length)
+    for names in every.sequences(length):
+        both = every.run(names, checked=False)
+        state = every.start
+        for name in names:
+            state = every.after(state)[name]
+        assert fingerprint(both) == state, f"another state after {', '.join(names)}"
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_state_is_all_that_what_comes_after_depends_on(kinds: str) -> None:
+    check_states(kinds, 3)
+
+
+def evicts_too_much(patch: pytest.MonkeyPatch) -> None:
+    """A page more than asked, if there are two leaves, from the second reset on."""
+    evict = Tree.evict
+
+    def wrong(tree: Tree, pages: int = 0, *args: Any, **kwargs: Any) -> Any:
+        too_much = pages == 1 and tree.radix.leaves == 2 and tree.generation == 2
+        return evict(tree, pages + too_much, *args, **kwargs)
+
+    patch.setattr(Tree, "evict", wrong)
+
+
+def forgets_a_lease(patch: pytest.MonkeyPatch) -> None:
+    """A reset takes a leaf apart that two leases protect, if it has a sibling."""
+    step = Former._step
+
+    def wrong(former: Former, frames: Any, freed: Any) -> None:
+        children = frames[-1][0].children or {}
+        if len(children) > 1 and (last := [*children.values()][-1]).leases == 2:
+            last.leases = 0
+        step(former, frames, freed)
+
+    patch.setattr(Former, "_step", wrong)
+
+
+@pytest.mark.parametrize("plant", [evicts_too_much, forgets_a_lease])
+def test_a_bug_that_shows_at_the_fifth_operation_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    every = Exploration(KINDS["kv"])
+    assert every.try_all(4) == 11**4
+    with pytest.raises(AssertionError) as caught:
+        every.try_all(5)
+    names = tuple(caught.value.__notes__[0].removeprefix("in the sequence ").split(", "))
+    assert len(names) == 5
+    every.run(names[:4], checked=True)
+    with pytest.raises(AssertionError):
+        every.run(names, checked=True).end()
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
 @pytest.mark.parametrize("kinds", KINDS)
-def test_fuzz_all_sequences_of_six(kinds: str) -> None:
-    assert try_all(KINDS[kinds], 6) == len(alphabet(KINDS[kinds])) ** 6
+def test_fuzz_all_sequences_of_six(kinds: str, tried: Callable[[str, int], None]) -> None:
+    every = Exploration(KINDS[kinds])
+    count = every.try_all(6)
+    assert count == len(alphabet(KINDS[kinds])) ** 6
+    tried("sequences of six operations", count)
+    tried("states after at most six operations", len(every.reached))
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
+@pytest.mark.parametrize("kinds", KINDS)
+def test_fuzz_a_state_is_all_that_what_comes_after_depends_on(kinds: str) -> None:
+    check_states(kinds, 4)

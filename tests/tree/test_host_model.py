@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -44,9 +46,11 @@ class HostMachine(RuleBasedStateMachine):
     """Every operation of a tree with a host tier; `HostRun` does the work."""
 
     config: tuple[Any, ...] = CONFIGS["write-through"]
+    steps = 0  # of all runs
 
     def __init__(self) -> None:
         super().__init__()
+        type(self).steps -= 1  # the first count comes before the first step
         self.run = HostRun(*self.config)
         self.page = self.config[0]
 
@@ -175,11 +179,16 @@ class HostMachine(RuleBasedStateMachine):
         key = self.key(path, ns)
         self.run.match(key, max(key.length - cut, 0))
 
+    @invariant()
+    def count(self) -> None:
+        type(self).steps += 1
+
     def teardown(self) -> None:
         self.run.end()
 
 
-def run_machine(config: str, examples: int, steps: int) -> None:
+def run_machine(config: str, examples: int, steps: int) -> int:
+    """Returns how many steps there were."""
     machine = type("HostMachine", (HostMachine,), {"config": CONFIGS[config]})
     run_state_machine_as_test(
         machine,
@@ -190,6 +199,7 @@ def run_machine(config: str, examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    return machine.steps
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -204,8 +214,9 @@ def test_s143_random_steps(config: str, seed: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
 @pytest.mark.parametrize("config", CONFIGS)
-def test_fuzz_random_steps(config: str) -> None:
-    for seed in range(3000 * FUZZ):
+def test_fuzz_random_steps(config: str, tried: Callable[[str, int], None]) -> None:
+    seeds = 3000 * FUZZ
+    for seed in range(seeds):
         host_run = HostRun(*CONFIGS[config])
         try:
             wander(host_run, random.Random(seed), 80)
@@ -213,6 +224,7 @@ def test_fuzz_random_steps(config: str) -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+    tried("random steps of the tiers", seeds * 80)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -236,8 +248,12 @@ def test_s143_the_tiers_agree_with_the_pools(config: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
 @pytest.mark.parametrize("config", CONFIGS)
-def test_fuzz_the_tiers_agree_with_the_pools(config: str) -> None:
-    run_machine(config, examples=300 * FUZZ, steps=100)
+def test_fuzz_the_tiers_agree_with_the_pools(
+    config: str, tried: Callable[[str, int], None]
+) -> None:
+    steps = run_machine(config, examples=300 * FUZZ, steps=100)
+    tried("steps of the tiers against the pools", steps)
+    assert steps * len(CONFIGS) > 200_000
 
 
 def test_kv_that_a_session_has_left_is_kept_no_longer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -50,9 +52,11 @@ class Machine(RuleBasedStateMachine):
     """Every operation of the tree; `Compared` does the work."""
 
     config: tuple[Any, ...] = CONFIGS["page1"]
+    steps = 0  # of all runs
 
     def __init__(self) -> None:
         super().__init__()
+        type(self).steps -= 1  # the first count comes before the first step
         self.both = Compared(*self.config)
         self.page = self.config[0]
 
@@ -165,11 +169,16 @@ class Machine(RuleBasedStateMachine):
         self.both.match(key)
         self.both.match(key, max(key.length - cut, 0))
 
+    @invariant()
+    def count(self) -> None:
+        type(self).steps += 1
+
     def teardown(self) -> None:
         self.both.end()
 
 
-def run_machine(config: str, examples: int, steps: int) -> None:
+def run_machine(config: str, examples: int, steps: int) -> int:
+    """Returns how many steps there were."""
     machine = type("Machine", (Machine,), {"config": CONFIGS[config]})
     run_state_machine_as_test(
         machine,
@@ -180,6 +189,7 @@ def run_machine(config: str, examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    return machine.steps
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -191,5 +201,9 @@ def test_s190_s191_the_tree_agrees_with_the_naive_cache(config: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not FUZZ, reason="a long run: PHLOEM_FUZZ=1")
 @pytest.mark.parametrize("config", CONFIGS)
-def test_fuzz_the_tree_agrees_with_the_naive_cache(config: str) -> None:
-    run_machine(config, examples=400 * FUZZ, steps=100)
+def test_fuzz_the_tree_agrees_with_the_naive_cache(
+    config: str, tried: Callable[[str, int], None]
+) -> None:
+    steps = run_machine(config, examples=400 * FUZZ, steps=100)
+    tried("steps of the tree against the naive cache", steps)
+    assert steps * len(CONFIGS) > 200_000
