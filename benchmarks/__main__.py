@@ -18,6 +18,7 @@ SECTIONS = (
     "matching",
     "hops",
     "leaves",
+    "deep",
     "policies",
     "events",
     "copies",
@@ -87,6 +88,18 @@ def _by_leaves(results: dict[str, Any]) -> None:
     few, many = scale.evict_by_leaves(40), scale.evict_by_leaves(40_000)
     results["leaves"] = {"40": few, "40000": many}
     print(f"\nevict one page: {few:.1f} µs with 40 leaves, {many:.1f} µs with 40,000")
+
+
+def _by_depth(results: dict[str, Any]) -> None:
+    rows: dict[str, dict[str, float]] = {}
+    for nodes in (2_000, 20_000, 200_000):
+        _tell(f"a chain of {nodes:,} nodes")
+        rows[f"{nodes:,}"] = scale.deep(nodes)
+    results["deep"] = rows
+    print("\nµs, a chain of one-token nodes with a state each, built through one growing lease")
+    print(f"  {'nodes':42}" + "".join(f"{name:>12}" for name in rows))
+    for name in rows["2,000"]:
+        print(f"  {name:42}" + "".join(f"{row[name]:12,.1f}" for row in rows.values()))
 
 
 def _by_policies(results: dict[str, Any]) -> None:
@@ -184,6 +197,7 @@ def main() -> None:
         "matching": _by_matching,
         "hops": _by_hop,
         "leaves": _by_leaves,
+        "deep": _by_depth,
         "policies": _by_policies,
         "events": _by_events,
         "copies": _by_copies,

@@ -1,4 +1,4 @@
-"""What grows with size: 1e4 to 1e6 nodes, and many leaves against few."""
+"""What grows with size: 1e4 to 1e6 nodes, many leaves against few, and long chains."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from benchmarks.forms import PAGE, Paths
 from benchmarks.measure import GcWatch, resident_bytes, summary, wall_clock
 from phloem.actors.tree import Tree
+from phloem.actors.tree.audit import audit_tree
+from phloem.actors.tree.dump import dump_tree, picture
 from phloem.actors.tree.keys import TokenKey
 
-__all__ = ["evict_by_leaves", "growth"]
+__all__ = ["deep", "evict_by_leaves", "growth"]
 
 Tell = Callable[[str], None]
 _SAMPLES = 2000
+_SWEPT = 1024  # nodes that are taken apart at once after a reset
 
 
 class _Ids:
@@ -69,12 +72,7 @@ def _insert(tree: Tree, ids: _Ids, key: TokenKey) -> None:
 
 
 def _median(call: Callable[[TokenKey], object], keys: list[TokenKey]) -> float:
-    samples: list[int] = []
-    for key in keys:
-        begun = wall_clock()
-        call(key)
-        samples.append(wall_clock() - begun)
-    return summary(samples)["p50_us"]
+    return summary(_each(len(keys), lambda number: call(keys[number])))["p50_us"]
 
 
 def evict_by_leaves(leaves: int) -> float:
@@ -95,3 +93,50 @@ def evict_by_leaves(leaves: int) -> float:
         if gone.pages != 1:
             raise AssertionError(f"asked for one page, {gone.pages} went")
     return summary(samples)["p50_us"]
+
+
+def deep(nodes: int) -> dict[str, float]:
+    """A chain with a state at each of so many tokens, built through one growing lease.
+
+    µs a call, the least of a few where it walks the chain, the median of many where it does not.
+    """
+    tree, tokens = Tree(page_size=1), array("i", range(1, nodes + 1))
+    key = TokenKey.of(tokens)
+    lease, _ = tree.acquire(key, owner="b")
+    inserts = _each(
+        nodes, lambda at: tree.insert(key, array("i", (at,)), at, lease, length=at), first=1
+    )
+    tree.release(lease)
+    out = {
+        "insert the next": summary(inserts[-_SAMPLES:])["p50_us"],
+        "match all": _least(lambda: tree.match(TokenKey.of(tokens))),
+    }
+
+    def again() -> None:
+        tree.release(tree.acquire(TokenKey.of(tokens), owner="b")[0])
+
+    out["match, lease and release, the only one"] = _least(again)
+    other, _ = tree.acquire(key, owner="b")
+    out["match, lease and release, beside another"] = _least(again)
+    tree.release(other)
+    out["dump 1,000 nodes"] = _least(lambda: picture(dump_tree(tree)))
+    out["audit all"] = _least(lambda: audit_tree(tree))
+    out["evict one"] = summary(_each(_SAMPLES // 2, lambda _: tree.evict(1)))["p50_us"]
+    out["reset"] = _least(tree.reset, times=1)
+    swept = _each(-(-nodes // _SWEPT), lambda _: tree.sweep(_SWEPT))
+    out["of the sweep after it, a slice of 1,024"] = summary(swept)["p50_us"]
+    return out
+
+
+def _each(count: int, call: Callable[[int], object], first: int = 0) -> list[int]:
+    """Nanoseconds of each call, with consecutive numbers."""
+    samples: list[int] = []
+    for number in range(first, first + count):
+        begun = wall_clock()
+        call(number)
+        samples.append(wall_clock() - begun)
+    return samples
+
+
+def _least(call: Callable[[], object], times: int = 5) -> float:
+    return min(_each(times, lambda _: call())) / 1e3
