@@ -107,7 +107,7 @@ class Gate:
     def __call__(self, ticket: Ticket, layer: int) -> None:
         """Called before each layer; a worker's thread waits here."""
         with self._changed:
-            assert self._changed.wait_for(partial(self.lets, ticket, layer), 30), "never opened"
+            assert self._changed.wait_for(partial(self.lets, ticket, layer), 60), "never opened"
         if self.error is not None:
             raise self.error
 
@@ -164,7 +164,7 @@ class House:
 
         The test then says what is wrong, by its own assertion.
         """
-        deadline = asyncio.get_running_loop().time() + 5
+        deadline = asyncio.get_running_loop().time() + 20
         while not holds() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  any test's condition
             await asyncio.sleep(0.0005)
 

@@ -19,14 +19,14 @@ def started(call: Coroutine[Any, Any, Grant]) -> asyncio.Task[Grant]:
 
 async def refused(task: asyncio.Task[Grant]) -> NoRoom:
     with pytest.raises(NoRoom) as caught:
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
     return caught.value
 
 
 async def granted(here: House, *tasks: asyncio.Task[Grant]) -> None:
     """These are granted, in this order, and give back what they got."""
     for task in tasks:
-        here.cache.release(await asyncio.wait_for(task, 5))
+        here.cache.release(await asyncio.wait_for(task, 60))
 
 
 # -- the joint shortfall ---------------------------------------------------------------------------
@@ -120,8 +120,8 @@ async def test_f078_more_than_there_is_is_refused_at_once_and_an_exact_fit_is_no
 ) -> None:
     async with house(inline=inline, pages=10, states=5) as here:
         with pytest.raises(NoRoom):
-            await asyncio.wait_for(here.cache.allocate(pages=asked[0], states=asked[1]), 5)
-        all_of_it = await asyncio.wait_for(here.cache.allocate(pages=10, states=5), 5)
+            await asyncio.wait_for(here.cache.allocate(pages=asked[0], states=asked[1]), 60)
+        all_of_it = await asyncio.wait_for(here.cache.allocate(pages=10, states=5), 60)
         here.cache.release(all_of_it)
 
 
@@ -231,9 +231,9 @@ async def test_a_request_that_was_only_opened_holds_nothing(inline: bool) -> Non
         assert not first.done() and not second.done()
         assert [w.holder for w in here.of_type(Waited)] == [False, True]
         cache.release(other)
-        await asyncio.wait_for(second, 5)
+        await asyncio.wait_for(second, 60)
         running.abort()
-        await asyncio.wait_for(first, 5)
+        await asyncio.wait_for(first, 60)
         fresh.abort()
 
 
@@ -293,7 +293,7 @@ async def test_one_who_will_not_wait_is_not_left_behind_one_who_does() -> None:
         holder = await cache.allocate(pages=1, owner="holder")
         quick = started(cache.allocate(pages=2, owner="quick", wait=False))
         slow = started(cache.allocate(pages=5, owner="holder"))
-        done, _ = await asyncio.wait([quick], timeout=5)
+        done, _ = await asyncio.wait([quick], timeout=60)
         assert done, "an allocation with wait=False waits"
         if quick.exception() is None:
             cache.release(quick.result())
@@ -461,7 +461,7 @@ async def test_a_deadlock_of_requests_lets_the_others_finish(inline: bool) -> No
                         assert error.deadlock
                         gave_way += 1
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             gave_way = await asyncio.gather(*(grows(first) for first in (100, 200, 300)))
         assert sum(gave_way) < 20
 
@@ -478,5 +478,5 @@ async def test_a_reset_under_way_is_waited_for(
         sweep = tree.sweep
         monkeypatch.setattr(tree, "sweep", lambda: sweep(1))
         await cache.reset()
-        grant = await asyncio.wait_for(cache.allocate(pages=12, states=3), 5)
+        grant = await asyncio.wait_for(cache.allocate(pages=12, states=3), 60)
         cache.release(grant)

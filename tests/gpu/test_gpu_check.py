@@ -93,7 +93,7 @@ STEPS: list[Callable[[Bed], Awaitable[Outcome]]] = [
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_step_holds_on_the_fake_device(step: Callable[[Bed], Awaitable[Outcome]]) -> None:
     (row,) = run_steps(
-        [Step("it", 1, step)], fake_bed(), budget_s=9, clock=lambda: 0, tell=lambda _: None
+        [Step("it", 1, step)], fake_bed(), budget_s=60, clock=lambda: 0, tell=lambda _: None
     )
     assert row.status == "ok", row
 
@@ -103,7 +103,7 @@ def test_an_engine_that_forgets_an_edge_is_found_out(monkeypatch: pytest.MonkeyP
     (row,) = run_steps(
         [Step("order", 1, order.order)],
         fake_bed(),
-        budget_s=9,
+        budget_s=60,
         clock=lambda: 0,
         tell=lambda _: None,
     )
@@ -117,7 +117,7 @@ def test_what_only_cuda_can_do_is_skipped_and_says_so(
     step: Callable[[Bed], Awaitable[Outcome]],
 ) -> None:
     (row,) = run_steps(
-        [Step("it", 1, step)], fake_bed(), budget_s=9, clock=lambda: 0, tell=lambda _: None
+        [Step("it", 1, step)], fake_bed(), budget_s=60, clock=lambda: 0, tell=lambda _: None
     )
     assert (row.status == "skipped" and "a matter of" in row.notes[0]) or "CUDA" in row.notes[0]
 
@@ -127,7 +127,7 @@ def test_the_whole_runtime_over_the_fake_device() -> None:
     (row,) = run_steps(
         [Step("whole", 25, whole.whole)],
         fake_bed(),
-        budget_s=99,
+        budget_s=300,
         clock=lambda: 0,
         tell=lambda _: None,
     )

@@ -188,7 +188,7 @@ def test_without_a_loop_completions_of_the_device_come_by_poll() -> None:
             with cache.step([request], stream=handle) as step:
                 stream.put(lambda: done.append(1))
                 cache.launched(step, {request: len(PROMPT)})
-            step.fence.wait(10)
+            step.fence.wait(60)
             cache.poll()
             request.finish()
             assert done == [1]

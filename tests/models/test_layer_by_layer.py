@@ -75,7 +75,7 @@ class House:
         return lambda *_: self.entered.append(number)
 
     async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not true():  # noqa: ASYNC110  there is nothing else to wait on
                 await asyncio.sleep(0.002)
 
@@ -187,7 +187,7 @@ async def test_a_load_that_hangs_holds_the_model_no_longer_than_it_may_take(
     cold = harness.cold(PROMPT, NEW)
     async with serving(harness, timeout_s=0.05) as (house, server):
         house.link.up_to(1)
-        completion = await asyncio.wait_for(server.generate(PROMPT, NEW), 20)
+        completion = await asyncio.wait_for(server.generate(PROMPT, NEW), 60)
         assert house.cache.stats().copies_in_flight, "it hangs to this hour"
         assert completion.computed == len(PROMPT)
         assert list(completion.tokens[:-1]) == cold.tokens[: NEW - 1]
@@ -201,6 +201,6 @@ async def test_a_client_that_leaves_lets_the_model_go(harness: Harness) -> None:
         await house.until(lambda: 1 in house.entered)
         goes.cancel()
         await asyncio.wait([goes])
-        stays = await asyncio.wait_for(server.generate(other, NEW), 20)
+        stays = await asyncio.wait_for(server.generate(other, NEW), 60)
         assert house.cache.stats().copies_in_flight, "the load is where it was"
         assert list(stays.tokens[:-1]) == harness.cold(other, NEW).tokens[: NEW - 1]

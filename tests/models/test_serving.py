@@ -53,7 +53,7 @@ class Served:
 
     async def settled(self) -> None:
         """Every page and slot is free or the tree's, and the audit passes."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.in_flight:  # noqa: ASYNC110  there is nothing else to wait on
                 await asyncio.sleep(0.001)
         stats = self.cache.stats()

@@ -28,7 +28,7 @@ class Crowd:
 
     async def goes(self) -> None:
         self.holder.abort()
-        await asyncio.wait([self.waits], timeout=5)
+        await asyncio.wait([self.waits], timeout=60)
         self.newcomer.abort()
         await self.here.settled()
 

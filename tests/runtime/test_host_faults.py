@@ -60,7 +60,7 @@ async def on_the_host(here: House, first: int = 1) -> list[int]:
 async def to_the_end(here: House, request: Request, prompt: list[int]) -> None:
     for _ in range(2):
         await request.allocate(len(prompt) - request.computed)
-        await asyncio.wait_for(request.ready(), 5)
+        await asyncio.wait_for(request.ready(), 60)
     await compute(here, request, prompt, len(prompt))
     await request.finish()
 
@@ -200,7 +200,7 @@ async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline:
             work = here.stream.run(forward, here.cache.pools, [row])
             step.launched({request: len(prompt)})
         with pytest.raises(TransferFailed) as failed:
-            await asyncio.wait_for(request.ready(), 5)
+            await asyncio.wait_for(request.ready(), 60)
         assert failed.value.tokens_ok == 0
         here.gate.open()  # or its stream would never get to what comes after
         await over(step)
@@ -235,7 +235,7 @@ async def test_who_waits_for_room_behind_a_backup_that_hangs_gets_other_room(
         held = await here.cache.allocate(pages=here.cache.stats().kv.free)
         here.gate.hang("backup")
         # One backup after another takes too long, until the tier is closed: then no copy is made.
-        grant = await asyncio.wait_for(here.cache.allocate(pages=2), 5)
+        grant = await asyncio.wait_for(here.cache.allocate(pages=2), 60)
         assert here.cache.stats().host_closed and here.cache.stats().tree.pages_protected
         here.gate.open()
         here.cache.release(grant)

@@ -78,7 +78,7 @@ async def test_a_waiter_is_not_made_room_for_twice(inline: bool) -> None:
         await here.until(lambda: here.cache.stats().kv.free == 2)
         assert evicted(here) == (4, 2), "the other two are on their way"
         here.gate.open()
-        here.cache.release(await asyncio.wait_for(waiting, 5))
+        here.cache.release(await asyncio.wait_for(waiting, 60))
         assert evicted(here) == (4, 2)
         assert here.cache.stats().kv.tree == 4
 
@@ -93,7 +93,7 @@ async def test_the_next_waiter_asks_only_for_what_is_still_short(inline: bool) -
         await rounds()
         here.gate.open()
         for task in (first, second):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
         assert evicted(here) == (6, 3)
         for task in (first, second):
             here.cache.release(task.result())
@@ -109,7 +109,7 @@ async def test_what_stays_after_all_is_made_up_for(inline: bool) -> None:
         lease = await here.cache.acquire(LEAVES[0], whole=True)
         assert lease.boundary == 2 * PAGE
         here.gate.open()
-        here.cache.release(await asyncio.wait_for(waiting, 5))
+        here.cache.release(await asyncio.wait_for(waiting, 60))
         assert (await here.cache.match(LEAVES[0], whole=True)).device == 2 * PAGE
         assert evicted(here) == (4, 2)
         lease.release()
@@ -137,7 +137,7 @@ async def test_a_load_waits_for_room_that_is_on_its_way(inline: bool) -> None:
         with pytest.raises(NoRoom):  # and nobody is kept behind it who does not wait
             await here.cache.allocate(pages=1, wait=False)
         here.gate.let_one_pass()  # the backup
-        request = await asyncio.wait_for(opening, 5)
+        request = await asyncio.wait_for(opening, 60)
         assert request.usable == 2 * PAGE
         check_sum(here.cache.core.allocator.figures(0, 0))
         assert here.cache.core.allocator.figures(0, 0)[0].in_flight == 2
@@ -171,7 +171,7 @@ async def test_a_reset_ends_the_wait_for_the_room_of_a_load(inline: bool) -> Non
         await rounds()
         await here.cache.reset()
         with pytest.raises(CacheReset):
-            await asyncio.wait_for(opening, 5)
+            await asyncio.wait_for(opening, 60)
         here.gate.open()
         await here.settled()
         assert here.nothing_owned()
@@ -191,7 +191,7 @@ async def test_who_does_not_wait_does_not_wait_for_the_room_of_a_load(inline: bo
         joined = here.cache.nowait.acquire(prompt, whole=True)
         assert joined.boundary == 2 * PAGE, "promised, but not there yet"
         here.gate.open()
-        assert (await asyncio.wait_for(joined.ready(), 5)).usable == 2 * PAGE
+        assert (await asyncio.wait_for(joined.ready(), 60)).usable == 2 * PAGE
         assert len(joined.pages) == 2
         joined.release()
         (await opening).abort()
@@ -213,7 +213,7 @@ async def test_what_a_holder_takes_is_made_up_for_at_once(inline: bool) -> None:
         await rounds()
         assert here.cache.stats().tree.pages_leaving == 2
         here.gate.open()
-        for grant in (await asyncio.wait_for(waits, 5), held, more):
+        for grant in (await asyncio.wait_for(waits, 60), held, more):
             here.cache.release(grant)
         await here.settled()
         await here.cache.audit()

@@ -158,7 +158,7 @@ async def test_a_reset_during_a_load(inline: bool) -> None:
         await asyncio.sleep(0)
         await here.cache.reset()
         here.gate.open()
-        await asyncio.wait([waiting], timeout=5)
+        await asyncio.wait([waiting], timeout=60)
         assert waiting.done()
         request.abort()
         if not waiting.cancelled():

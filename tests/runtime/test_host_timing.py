@@ -85,7 +85,7 @@ async def test_a_suspended_request_comes_back_from_the_host_bit_for_bit(inline: 
         await request.resume()
         assert request.match.usable == 3 * PAGE
         await request.allocate(len(prompt) - request.computed)
-        await asyncio.wait_for(request.ready(), 5)
+        await asyncio.wait_for(request.ready(), 60)
         assert (request.computed, here.cache.stats().tokens_loaded) == (3 * PAGE, 3 * PAGE)
         await compute(here, request, prompt, len(prompt))  # checks every byte it builds on
         await request.finish()

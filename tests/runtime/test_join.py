@@ -136,10 +136,10 @@ async def test_followers_do_not_hide_that_the_leader_waits_in_vain() -> None:
         await asyncio.sleep(0)
         allocating = asyncio.ensure_future(leader.allocate(26))
         with pytest.raises(NoRoom) as caught:
-            await asyncio.wait_for(allocating, 5)
+            await asyncio.wait_for(allocating, 60)
         assert caught.value.deadlock and not joining.done()
         leader.abort()
-        await asyncio.wait_for(joining, 5)
+        await asyncio.wait_for(joining, 60)
         # The other way round: who waits for room already, when the last who might give joins.
         second = await cache.open_request([*SHARED, 3, 3], id="second")
         allocating = asyncio.ensure_future(follower.allocate(26))
@@ -147,10 +147,10 @@ async def test_followers_do_not_hide_that_the_leader_waits_in_vain() -> None:
         assert not allocating.done()
         joining = asyncio.ensure_future(second.join())
         with pytest.raises(NoRoom) as caught:
-            await asyncio.wait_for(allocating, 5)
+            await asyncio.wait_for(allocating, 60)
         assert caught.value.deadlock
         follower.abort()
-        await asyncio.wait_for(joining, 5)
+        await asyncio.wait_for(joining, 60)
         second.abort()
 
 

@@ -49,7 +49,7 @@ async def refused(
     with pytest.raises(error, match=match):
         answer = call()
         if isinstance(answer, Awaitable):
-            await asyncio.wait_for(answer, 5)
+            await asyncio.wait_for(answer, 60)
     here.cache.core.domain.drain()
     assert dump(here.cache) == before
     await here.cache.audit()

@@ -111,7 +111,7 @@ async def test_a_stream_waits_instead_of_the_caller(layout: ModelLayout, inline:
         request = await loading(here, layers=1)
         await request.wait_on(here.stream, layer=0)
         first = here.stream.run(lambda: None)
-        await asyncio.wait_for(asyncio.wrap_future(first), 5)
+        await asyncio.wait_for(asyncio.wrap_future(first), 60)
         await request.wait_on(here.stream)
         step, work = provisional(here, request, forward)
         await asyncio.sleep(0.01)
@@ -127,13 +127,13 @@ async def test_a_stream_waits_instead_of_the_caller(layout: ModelLayout, inline:
 async def test_readiness_of_a_layer(layout: ModelLayout, inline: bool) -> None:
     async with roomy(inline, layout) as here:
         request = await loading(here, layers=1)
-        assert (await asyncio.wait_for(request.ready(layer=0), 5)).usable == END
+        assert (await asyncio.wait_for(request.ready(layer=0), 60)).usable == END
         count = len(layout.layers)
         last = asyncio.ensure_future(request.ready(layer=count - 1))
         await asyncio.sleep(0.01)
         assert not last.done()
         here.gate.loads_up_to(None)
-        await asyncio.wait_for(last, 5)
+        await asyncio.wait_for(last, 60)
         for bad in (-1, count):
             with pytest.raises(InvalidRequest, match="layer"):
                 await request.ready(layer=bad)
@@ -243,7 +243,7 @@ async def test_without_passes_a_load_that_failed_is_only_a_smaller_match(
         waiting = asyncio.ensure_future(request.ready(layer=1))
         await asyncio.sleep(0)
         here.gate.loads_up_to(None)
-        assert (await asyncio.wait_for(waiting, 5)).usable == 0
+        assert (await asyncio.wait_for(waiting, 60)).usable == 0
         with pytest.raises(TransferFailed) as failed:
             late.launched({request: len(PROMPT)})
         assert failed.value.tokens_ok == 0
@@ -447,7 +447,7 @@ async def test_a_pass_does_not_wait_for_what_nobody_wants(inline: bool, end: str
         else:
             stream.close()
         with pytest.raises(Lost, match="given up" if end != "close" else "closed"):
-            await asyncio.wait_for(asyncio.wrap_future(work), 5)
+            await asyncio.wait_for(asyncio.wrap_future(work), 60)
         step.end()
         request.abort()
         stream.close()
@@ -465,7 +465,7 @@ async def test_a_pass_is_told_at_once_of_a_layer_that_failed(inline: bool) -> No
         here.gate.error = OSError("the link is down")
         here.gate.loads_up_to(None)
         with pytest.raises(Lost, match="the link is down"):
-            await asyncio.wait_for(asyncio.wrap_future(work), 5)
+            await asyncio.wait_for(asyncio.wrap_future(work), 60)
         assert not landing.landed
         with pytest.raises(TransferFailed):
             await request.ready()

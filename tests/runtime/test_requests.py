@@ -217,7 +217,7 @@ async def test_publishing_while_the_state_is_still_being_written(inline: bool) -
             await asyncio.sleep(0.001)
         assert not ready.done(), "its copy waits for the step"
         release.mark_passed()
-        await asyncio.wait_for(ready, 10)
+        await asyncio.wait_for(ready, 60)
         await compute(here, reader, [*tokens, 7], 2 * PAGE + 1)
         await reader.finish()
 

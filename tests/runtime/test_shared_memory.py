@@ -189,6 +189,32 @@ async def test_a_copy_that_fails_moves_nothing(inline: bool) -> None:
         here.cache.release(grant)
 
 
+async def test_a_copy_that_takes_too_long_is_not_waited_for(inline: bool) -> None:
+    """Its memory stays as it is until its end; who waited for the frame takes what others give."""
+    async with shared(8, inline=inline, copy_timeout_s=0.2) as (here, _):
+        grant = await moving(here)
+        first = await here.cache.allocate(states=1, owner="first")  # the last state goes for it
+        waiting = asyncio.ensure_future(here.cache.allocate(states=1, owner="late"))
+        border = border_of(here)
+        await here.until(lambda: not border.busy)
+        assert not border.busy and ledger_of(here).frames.closed < 0 and not waiting.done()
+        here.cache.release(grant)
+        late = await waiting  # of what was given back
+        await here.cache.audit()
+        async with await here.cache.acquire(NEW, owner="reader", whole=True) as lease:
+            check_kv(here.cache.pools, lease.pages, digests(NEW), lease.boundary)
+        await here.cache.evict(pages=99, states=99)
+        assert here.cache.stats().tree.pages == len(NEW) // PAGE, "what is copied does not go"
+        here.gate.open()
+        await here.settled()
+        await here.cache.audit()
+        assert (border.pages_moved, border.frames_cleared) == (4, 0)
+        async with await here.cache.acquire(NEW, owner="reader", whole=True) as lease:
+            check_kv(here.cache.pools, lease.pages, digests(NEW), lease.boundary)
+        for one in (first, late):
+            here.cache.release(one)
+
+
 async def test_a_reset_while_pages_move_gives_everything_back(inline: bool) -> None:
     async with shared(8, inline=inline) as (here, _):
         grant = await moving(here)

@@ -51,7 +51,7 @@ async def test_ready_does_not_wait_for_a_private_copy_that_hangs(inline: bool, k
         await request.allocate(len(prompt) - request.computed)
         slot = request.state_slot
         with pytest.raises(CopyFailed, match="takes too long"):
-            await asyncio.wait_for(request.ready(), 5)
+            await asyncio.wait_for(request.ready(), 60)
         assert request.state_slot is None, "it may be written at any time"
         await here.cache.audit()
         assert slot not in here.cache.core.ledger.state.free_places
@@ -70,7 +70,7 @@ async def test_a_state_is_kept_for_who_needs_it_once_more(inline: bool) -> None:
         request = await here.cache.open_request(PROMPT)
         await request.allocate(1)
         with pytest.raises(CopyFailed):
-            await asyncio.wait_for(request.ready(), 5)
+            await asyncio.wait_for(request.ready(), 60)
         hang.let_go()
         await here.settled()
         await here.cache.evict(states=99)
@@ -87,7 +87,7 @@ async def test_what_it_reads_is_not_reused_before_its_end(inline: bool) -> None:
             await request.allocate(1)
             source = here.cache.core.tree.state_of(request._lease)
             with pytest.raises(CopyFailed):
-                await asyncio.wait_for(request.ready(), 5)
+                await asyncio.wait_for(request.ready(), 60)
         await here.cache.evict(pages=99, states=99)
         assert source not in here.cache.core.ledger.state.free_places
         await here.cache.audit()
@@ -107,10 +107,10 @@ async def test_a_pass_on_a_copy_that_hangs_is_told(inline: bool) -> None:
         step.launched({request: len(PROMPT)})
         step.end()
         with pytest.raises(TransferFailed) as failed:
-            await asyncio.wait_for(request.ready(), 5)
+            await asyncio.wait_for(request.ready(), 60)
         assert failed.value.tokens_ok == END == request.computed and request.state_slot is None
         with pytest.raises(CopyFailed, match="given up"):
-            await asyncio.wait_for(asyncio.wrap_future(work), 5)
+            await asyncio.wait_for(asyncio.wrap_future(work), 60)
         hang.let_go()
         await request.allocate(1)
         await request.ready()
@@ -124,7 +124,7 @@ async def test_a_checkpoint_and_a_fork_do_not_wait(inline: bool) -> None:
         await compute(here, request, PROMPT, len(PROMPT))
         hang = Hang(here, "copy_")
         with pytest.raises(CopyFailed, match="takes too long"):
-            await asyncio.wait_for(request.fork(), 5)
+            await asyncio.wait_for(request.fork(), 60)
         hang.let_go()
         await here.settled()
         other = run(200, 2 * PAGE)
@@ -132,7 +132,7 @@ async def test_a_checkpoint_and_a_fork_do_not_wait(inline: bool) -> None:
         await compute(here, second, other, PAGE)
         hang = Hang(here, "copy_")
         with pytest.raises(CopyFailed, match="takes too long"):
-            await asyncio.wait_for(second.checkpoint(state=True), 5)
+            await asyncio.wait_for(second.checkpoint(state=True), 60)
         hang.let_go()
         second.abort()
         await request.finish()
@@ -151,7 +151,7 @@ async def test_a_copy_that_waits_for_a_long_pass_is_no_slow_copy(inline: bool) -
         await asyncio.sleep(0.1)
         assert not checkpoint.done()
         go.mark_passed()
-        published = await asyncio.wait_for(checkpoint, 5)
+        published = await asyncio.wait_for(checkpoint, 60)
         assert published is not None and published.state == "adopted" and before.done()
         request.abort()
         await here.cache.reset()  # what the pass wrote is nothing

@@ -277,7 +277,7 @@ async def run_real(kind: str, ops: list[Op], seed: int) -> str:
             if on_device:  # a device waits for events only: see `Ticket.placed`
                 placed = threading.Event()
                 fence.add_recorded_hook(placed.set)
-                assert placed.wait(10)
+                assert placed.wait(60)
             stream.wait(fence)
         if on_device:
             driver.enqueue(forward, partial(fn, 0))

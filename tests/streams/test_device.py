@@ -150,7 +150,7 @@ async def test_s142_at_most_three_loads_are_on_the_stream(bench: Bench) -> None:
 
 async def test_cancelled_before_its_launch_it_ends_after_what_it_waits_for(bench: Bench) -> None:
     launcher, running = threading.Event(), threading.Event()
-    engine = bench.engine(lambda ticket, _: (ticket.seq == 0 and launcher.wait(10), None)[1])
+    engine = bench.engine(lambda ticket, _: (ticket.seq == 0 and launcher.wait(60), None)[1])
     driver, post = bench.driver, LoopPoster(asyncio.get_running_loop())
     forward = driver.new_stream("forward")
     assert isinstance(forward, FakeStream)

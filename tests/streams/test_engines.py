@@ -82,7 +82,7 @@ class Gate:
     def fault(self, ticket: Ticket, layer: int) -> None:
         if ticket.batch.label == "slow" and layer == 0:
             self.began.set()
-            self._event.wait(10)
+            self._event.wait(60)
 
     def batch(self, item: Copy) -> CopyBatch:
         after = () if self._threads else (self._fence,)
@@ -223,7 +223,7 @@ class TestOrder:
         if bench.kind not in VIRTUAL:  # else the worker runs the first before the next is ready
             engine.submit(CopyBatch("d2h", (backup(bench, [9], [9]),), label="hold"))
             engine.fault = lambda ticket, _: (
-                hold.wait(10) if ticket.batch.label == "hold" else order.append(ticket.batch.label)
+                hold.wait(60) if ticket.batch.label == "hold" else order.append(ticket.batch.label)
             )
         await asyncio.sleep(0.02)
         order.clear()
@@ -385,7 +385,7 @@ class TestWaiting:
         heard = asyncio.Event()
         quiesced.add_callback(heard.set)
         gate.open()
-        await asyncio.wait_for(heard.wait(), 5)
+        await asyncio.wait_for(heard.wait(), 60)
         await engine.drain()
         for _ in range(200):  # its thread may be about to let go of it
             gc.collect()
@@ -427,7 +427,7 @@ class TestCancel:
         with pytest.raises(CopyCancelled, match="after 3 layers"):
             await ticket
         assert ticket.layers_done == 3
-        await asyncio.wait_for(last.reached(), 5)  # whoever waits for a layer is let go
+        await asyncio.wait_for(last.reached(), 60)  # whoever waits for a layer is let go
         with pytest.raises(CopyCancelled):
             await ticket.layer(3)
         await ticket.layer(2)
@@ -525,7 +525,7 @@ def test_the_loop_may_be_gone_before_the_copies() -> None:
 
     gate, ticket = asyncio.run(leave())
     gate.open()
-    assert ticket.quiesced.wait(10)
+    assert ticket.quiesced.wait(60)
     bench.close()
 
 

@@ -84,7 +84,7 @@ class TestFence:
 
     def test_wait_wakes_a_thread(self) -> None:
         fence, woke = Fence(), list[bool]()
-        thread = threading.Thread(target=lambda: woke.append(fence.wait(timeout=10)))
+        thread = threading.Thread(target=lambda: woke.append(fence.wait(timeout=60)))
         thread.start()
         fence.mark_passed()
         thread.join()

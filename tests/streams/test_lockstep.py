@@ -174,7 +174,7 @@ class TestMistakes:
                 await stream.call(future.set_result, None)
             heard = asyncio.Event()
             await stream.call(loop().call_soon_threadsafe, heard.set)
-            await asyncio.wait_for(heard.wait(), 5)
+            await asyncio.wait_for(heard.wait(), 60)
 
     async def test_what_blocks_for_ever_is_told_after_a_while(self) -> None:
         loop().lockstep.patience_s = 0.05
@@ -182,7 +182,7 @@ class TestMistakes:
         with worker() as stream:
             stream.run(gate.wait)
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.Event().wait(), 5)
+                await asyncio.wait_for(asyncio.Event().wait(), 60)
         gate.set()
         (error,) = loop().errors
         loop().errors.clear()

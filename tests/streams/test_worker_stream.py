@@ -22,7 +22,7 @@ def new() -> WorkerStream:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110  any test's condition
             await asyncio.sleep(0.001)
 
@@ -66,7 +66,7 @@ async def test_record_waits_for_what_was_enqueued_and_for_no_more() -> None:
         heard = asyncio.Event()
         fence.add_callback(heard.set)
         first.mark_passed()
-        await asyncio.wait_for(heard.wait(), 5)
+        await asyncio.wait_for(heard.wait(), 60)
         assert fence.passed
         second.mark_passed()
 

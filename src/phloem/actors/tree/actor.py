@@ -411,7 +411,8 @@ class TreeActor:
             self._domain.send(self, m.Sweep())
 
     def _on_timed_out(self, message: m.TimedOut) -> None:
-        if not self._copies.timed_out(message) and self.tiers is not None:
+        moves = self.border is not None and self.border.timed_out(message)
+        if not moves and not self._copies.timed_out(message) and self.tiers is not None:
             self.tiers.timed_out(message)
 
     def _look_again(self) -> None:

@@ -24,7 +24,8 @@ from phloem.actors.tree.tree import Tree
 __all__ = ["Border"]
 
 _CHOICES = 32  # frames looked at for one that nobody uses, the emptiest first
-_PAUSE = 32  # so many times it is done without after a copy has failed
+_PAUSE = 32  # so many times it is done without after a copy has failed or takes too long
+_OVERDUE_MAX = 4  # copies that take too long; after so many, frames are not cleared any more
 
 
 class _Move(NamedTuple):
@@ -58,6 +59,7 @@ class Border:
         self._allocator: Actor | None = None
         self._transfer: Actor | None = None
         self._move: _Move | None = None
+        self._overdue: dict[int, _Move] = {}  # by operation: nobody waits for them any longer
         self._pause = 0  # so many times more nothing is copied
         self._again = False  # pages are on their way back, to be looked at when they are there
         self.frames_cleared = 0
@@ -135,6 +137,8 @@ class Border:
         if self._pause:
             self._pause -= 1
             return False
+        if len(self._overdue) >= _OVERDUE_MAX:
+            return False
         tree, ledger = self._tree, self._ledger
         frame = self._choose()
         missing = ledger.pages_per_frame - ledger.kv.free
@@ -180,13 +184,15 @@ class Border:
 
         Pages that somebody has come to use keep their places: then the frame is as it was.
         """
-        move = self._move
+        overdue = self._overdue.pop(message.op, None)
+        move = overdue or self._move
         if move is None or move.op != message.op:
             return False
-        self._move = None
         ok = message.error is None
-        if not ok:
-            self._pause = _PAUSE
+        if overdue is None:
+            self._move = None
+            if not ok:
+                self._pause = _PAUSE
         moved = self._tree.end_move(move.op, move.pages, move.to, ok=ok)
         stays = set(range(len(move.pages))).difference(moved)
         taken = array("i", [move.to[number] for number in moved])
@@ -204,7 +210,21 @@ class Border:
             actions.append(FreeDeviceSlots("kv", left, TREE))
         if spared:
             actions.append(FreeDeviceSlots("kv", spared, move.account))
-        self.frames_cleared += not stays
+        self.frames_cleared += overdue is None and not stays
         self._dispatch(actions)
+        self._domain.send(self._tree_actor, m.MoveBorder())
+        return True
+
+    def timed_out(self, message: m.TimedOut) -> bool:
+        """A copy takes too long; false if it was none of these.
+
+        Room is found without it. What it touches stays as it is until its end.
+        """
+        move = self._move
+        if move is None or move.op != message.op:
+            return False
+        self._move = None
+        self._overdue[move.op] = move
+        self._pause = _PAUSE
         self._domain.send(self._tree_actor, m.MoveBorder())
         return True
