@@ -301,7 +301,9 @@ def test_seeds_that_once_failed(seed: int) -> None:
 @pytest.mark.parametrize(
     ("seed", "uses"),
     [
-        (2961, ("join", "early")),  # a first pass failed, and the tree had lost the state meanwhile
+        # A first pass failed, and meanwhile ...
+        (2961, ("join", "early")),  # the tree had lost the state
+        (5292, ("early", "impatient")),  # the copy of the state took too long
     ],
 )
 def test_seeds_that_once_failed_by_their_uses(seed: int, uses: tuple[str, ...]) -> None:

@@ -42,7 +42,7 @@ PRODUCTION_FAULTS = Faults(
     inline="mixed",
 )
 """A bad day: some copies fail, links are slow, the host tier is away for a moment every ten
-minutes, one client in a few hundred hangs up."""
+minutes, one client in a few thousand hangs up."""
 
 
 def production(

@@ -152,11 +152,19 @@ class Server:
             options["keep_for"] = limits.session_ttl_s
         return options
 
-    async def _ready(self, job: Job, request: Request) -> None:
-        """Wait for what the request stands on; less than was promised may take room, and again."""
+    async def _ready(self, job: Job, request: Request, *, spoilt: bool = False) -> None:
+        """Wait for what the request stands on; less than was promised may take room, and again.
+
+        `spoilt`: a pass that was given up may have written the working state.
+        """
         while True:
-            with suppress(TransferFailed):  # what ran too early counts for nothing
-                await request.ready()
+            try:
+                with suppress(TransferFailed):  # what ran too early counts for nothing
+                    await request.ready()
+            except InvalidRequest as error:
+                if not spoilt or request.computed != request.boundary:
+                    raise
+                raise Preempted(request.id) from error  # the boundary has no state, or has lost it
             if request.status == "running":
                 return
             await self._allocate(job, request, min(self.limits.chunk, request.length))
@@ -172,7 +180,7 @@ class Server:
             await self._compute(Chunk(request, tokens, start, end, None, doubts), wait=True)
         except StepFailed:
             await self._steps_over(request)  # it counts for nothing, and it may still run
-            await self._ready_again(request)
+            await self._ready(job, request, spoilt=True)
             return
         await self._ready(job, request)
         if doubts and request.setbacks == setbacks:
@@ -193,27 +201,17 @@ class Server:
             try:
                 await self._compute(chunk, wait=end == len(tokens))
             except StepFailed:
-                await self._again(request)
+                await self._again(job, request)
                 continue
             await request.checkpoint()
         job.first_token = job.first_token or self._now()
 
-    async def _again(self, request: Request) -> None:
+    async def _again(self, job: Job, request: Request) -> None:
         """Get ready after a pass that failed, where the tree still has the state to go on from."""
         if request.computed != request.boundary:
             raise Preempted(request.id)
         await self._steps_over(request)
-        await self._ready_again(request)
-
-    async def _ready_again(self, request: Request) -> None:
-        """For a request whose working state a pass may have spoilt."""
-        try:
-            with suppress(TransferFailed):  # it counts for nothing, and `ready` is called again
-                await request.ready()
-        except InvalidRequest as error:
-            if request.computed != request.boundary:
-                raise
-            raise Preempted(request.id) from error  # the boundary has no state, or has lost it
+        await self._ready(job, request, spoilt=True)
 
     def _snapshot(self, request: Request, end: int) -> tuple[int, int] | None:
         """A slot for the first wanted state that the chunk passes, if there is one to be had."""
