@@ -22,7 +22,7 @@ SCENARIOS: tuple[int, ...] = (
 # fmt: on
 
 # What will cover the scenarios that no test is yet, or why none will.
-CAPABILITIES = failure_modes.CAPABILITIES | {"the window component"}
+CAPABILITIES = failure_modes.CAPABILITIES
 LATER: dict[int, str] = {
     34: "not offered: keys are compared by the tree alone",
     145: "storage tier",
@@ -45,7 +45,6 @@ LATER: dict[int, str] = {
     179: "cache events",
     182: "not offered: an insert is one turn",
     188: "not offered: no rotation of slots between roles",
-    197: "the window component",
     199: "storage tier",
     202: "not offered: disaggregated decoding",
 }

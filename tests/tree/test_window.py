@@ -23,7 +23,7 @@ def held(world: World) -> list[str]:
     return world.nodes()
 
 
-def test_s196_a_split_divides_a_window_where_the_edge_is_cut() -> None:
+def test_s197_a_split_divides_a_window_where_the_edge_is_cut() -> None:
     for kept, above, below in ((5, 2, 3), (4, 1, 3), (2, 0, 2), (0, 0, 0)):
         world = world_of()
         world.publish(run(1, 5), tail=kept)
