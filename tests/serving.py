@@ -160,11 +160,11 @@ class House:
         return [event for event in self.events if isinstance(event, kind)]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for what threads still have to tell; what does not come within seconds never does.
+        """Wait for what threads still have to tell; what does not come within a minute never does.
 
         The test then says what is wrong, by its own assertion.
         """
-        deadline = asyncio.get_running_loop().time() + 20
+        deadline = asyncio.get_running_loop().time() + 60
         while not holds() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  any test's condition
             await asyncio.sleep(0.0005)
 

@@ -152,7 +152,7 @@ class Gate(io.RawIOBase):
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         self.entered.set()
-        assert self.open.wait(30)
+        assert self.open.wait(60)
         self.text += data
         return len(data)
 
@@ -161,7 +161,7 @@ def test_a_hanging_disk_drops_counts_and_tells() -> None:
     gate = Gate()
     log = open_log(gate, capacity=3, clock=lambda: 0.0)
     log(OPENED)
-    assert gate.entered.wait(30)  # the writer hangs with the first line
+    assert gate.entered.wait(60)  # the writer hangs with the first line
     for _ in range(5):
         log(FREED)
     assert log.dropped == 2

@@ -46,7 +46,7 @@ class Link:
         if ticket.batch.channel != "h2d":
             return
         with self._changed:
-            assert self._changed.wait_for(lambda: self.fails or self._may_land(layer), 30)
+            assert self._changed.wait_for(lambda: self.fails or self._may_land(layer), 60)
             if not self._may_land(layer):
                 self.failed += 1
                 raise OSError("the link is down")

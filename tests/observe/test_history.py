@@ -113,7 +113,7 @@ async def test_pages_of_a_window_that_wait_for_a_pass_are_told() -> None:
             assert history.counts("window")["parked"] == parked
             assert history.state() == live_state(cache.core)
             gate.mark_passed()
-            cache.release(await cache.allocate(pages=40, owner="next", timeout=10))
+            cache.release(await cache.allocate(pages=40, owner="next", timeout=60))
         stream.close()
 
 

@@ -184,7 +184,7 @@ async def waits_for_room(here: House) -> None:
     later = asyncio.get_running_loop().call_later(0.005, cache.release, other)
     try:
         async with cache.request(run(200, 20 * PAGE)) as request:
-            await request.allocate(20 * PAGE, timeout=10)
+            await request.allocate(20 * PAGE, timeout=60)
             await request.ready()
     finally:
         later.cancel()
@@ -286,7 +286,7 @@ async def test_f059_a_slot_that_a_copy_writes_is_not_reused_before_the_copy_ends
         with pytest.raises(NoRoom):
             await cache.allocate(states=1, wait=False)
         here.gate.open()
-        grant = await cache.allocate(states=1, timeout=20)
+        grant = await cache.allocate(states=1, timeout=60)
         cache.release(grant)
 
 

@@ -154,7 +154,7 @@ async def test_a_reset_in_the_middle_of_a_step(inline: bool) -> None:
             await here.cache.reset()
             step.launched({request: len(PROMPT)})
         await over(step)
-        work.result(5)
+        work.result(60)
         await request.finish()
         assert (await here.cache.match(PROMPT)).kv_prefix == 0
 

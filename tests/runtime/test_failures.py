@@ -138,7 +138,7 @@ async def test_f077_prefixes_that_fill_the_pool_leave_room_to_compute(inline: bo
                     assert error.deadlock
                     gave_way += 1
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             gave_way = await asyncio.gather(*(client(first) for first in range(100, 500, 100)))
         assert 1 <= sum(gave_way) <= 12
 
@@ -251,7 +251,7 @@ async def test_f111_the_loop_goes_on_while_everybody_waits(inline: bool) -> None
             await asyncio.sleep(0.0005)
         assert not any(client.done() for client in clients), "copies are held, room is short"
         here.gate.open()
-        await asyncio.gather(*clients)
+        await asyncio.wait_for(asyncio.gather(*clients), 60)
 
 
 async def test_f113_a_turn_that_was_rejected_changes_nothing(inline: bool) -> None:

@@ -273,7 +273,7 @@ async def test_targets_of_a_load_that_failed_wait_for_the_passes_that_read_them(
         assert 0 not in targets
         await request.wait_on(here.stream)
         gate: Future[None] = Future()
-        step, _ = provisional(here, request, lambda *_: gate.result(10))
+        step, _ = provisional(here, request, lambda *_: gate.result(60))
         here.gate.loads_up_to(None)
         with pytest.raises(TransferFailed):
             await request.ready()
@@ -344,7 +344,7 @@ def serve_without_a_loop(cache: Any, stream: Any) -> None:
                 row = Row.of(request.inner, PROMPT, END if not request.usable else len(PROMPT))
                 work = stream.run(forward, cache.pools, [row])
                 cache.launched(step, {request: row.end})
-            work.result(10)
+            work.result(60)
             assert request.ready(layer=1) is request.match
             assert request.landing().fences(1) == () and request.ready() is request.match
             request.finish()
