@@ -362,4 +362,5 @@ def path_bytes(node: Node) -> bytes:
 
 
 def is_protected(world: World, tokens: Tokens) -> bool:
+    world.tree.leases.settle()
     return protected(world.node_at(tokens))

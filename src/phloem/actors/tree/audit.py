@@ -58,12 +58,14 @@ def audit_tree(tree: Tree, *, places: bool = True) -> None:
         totals["leaves"] += node.children is None
         totals["pages"] += node.page_count
         totals["states"] += node.state != NO_SLOT
-        totals["pages_protected"] += node.page_count if protected(node) else 0
+        totals["pages_protected"] += node.page_count if node.counted else 0
         totals["states_protected"] += node.state != NO_SLOT and node.state_leases > 0
     if tree.host is None:
         check(not len(tree.operations), "operations of a tree without a host tier")
     else:
         audit_host(tree, tree.host)
+    unsettled = sum(node.end for node in tree.leases.unsettled.values())
+    check(unsettled == tree.leases.unsettled_tokens, "the unsettled tokens are miscounted")
     for index in tree.indexes:
         _audit_index(index, tree.policy.rises_only)
     _audit_totals(tree, totals)
@@ -123,6 +125,11 @@ def _audit_node(
     if owned is not None:
         _audit_places(tree, node, owned)
     _audit_counts(node, counts)
+    unsettled = node.id in tree.leases.unsettled
+    check(
+        node.counted == protected(node) - unsettled,
+        f"node {node.id} is {'counted' if node.counted else 'not counted'} as protected",
+    )
     for span in tree.spans:
         _audit_span(span, node, counts.spans, totals)
     _audit_candidates(tree, node)
@@ -206,7 +213,7 @@ def _audit_counts(node: Node, counts: _LeaseCounts) -> None:
         f"node {node.id} counts {node.state_leases} state leases",
     )
     children = tuple(node.children.values()) if node.children else ()
-    below = sum(protected(child) for child in children)
+    below = sum(child.counted for child in children)
     gone = sum(not one.page_ids or (one.host is not None and one.host.leaving) for one in children)
     check(node.gone_children == gone, f"node {node.id} counts {node.gone_children} gone children")
     check(

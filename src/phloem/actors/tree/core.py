@@ -210,6 +210,7 @@ class TreeCore:
 
     def figures(self) -> TreeFigures:
         """The tree in numbers; costs the same at any size."""
+        self.leases.settle()
         host = self.host
         if host is None:
             return self._device_figures()
@@ -251,18 +252,21 @@ class TreeCore:
 
     def can_evict(self, pages: int, states: int, spans: Sequence[int] = ()) -> bool:
         """Whether so much is cached that nothing protects; under write-back it may take a copy."""
-        kept_pages, kept_states = self.leases.pages_protected, self.leases.states_protected
+        leases, radix = self.leases, self.radix
+        unsettled = leases.unsettled_tokens // self.page_size
+        if unsettled and pages > radix.pages - leases.pages_protected - unsettled:
+            leases.settle()
+        kept_pages, kept_states = leases.pages_protected, leases.states_protected
         if self.host is not None:
             kept_pages += self.host.pages_leaving
             kept_states += self.host.states_leaving
-        radix, kept_spans = self.radix, self.leases.spans_protected
         return (
             pages <= radix.pages - kept_pages
             and states <= radix.states - kept_states
             and not (
                 spans
                 and any(
-                    asked > radix.span_pages[number] - kept_spans[number]
+                    asked > radix.span_pages[number] - leases.spans_protected[number]
                     for number, asked in enumerate(spans)
                 )
             )

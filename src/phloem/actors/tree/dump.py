@@ -68,6 +68,7 @@ class Dump(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 def dump_tree(tree: Tree, limit: int = 1000) -> Dump:
     """Look at up to `limit` nodes in the order of a depth-first walk, namespaces by name."""
+    figures = tree.figures()  # first: they settle what is protected
     holders: dict[int, list[str]] = {}
     for lease in tree.leases.live.values():
         holders.setdefault(lease.anchor.id, []).append(lease.owner)
@@ -80,7 +81,7 @@ def dump_tree(tree: Tree, limit: int = 1000) -> Dump:
         room -= len(views)
         spaces.append((name, tuple(views)))
     return Dump(
-        figures=tree.figures(),
+        figures=figures,
         page_size=tree.page_size,
         grid=tree.grid,
         policy=tree.policy.name,

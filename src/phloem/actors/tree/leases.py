@@ -3,6 +3,10 @@
 A node is protected while leases are anchored at it or while it has protected children. Counts move
 up only when a node goes from unprotected to protected or back, so a lease costs as many steps as
 there are nodes whose protection it changes, whatever the depth.
+
+Without a host tier even that waits until somebody asks: what is above a leased node has a child on
+the device and cannot go anyway, and most leases end before the figures are wanted. Until then the
+leased node is *unsettled*: its parent does not count it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ __all__ = ["Lease", "Leases", "protected"]
 
 
 def protected(node: Node) -> bool:
-    """True while the node's KV must stay."""
+    """True while the node's KV must stay; above an unsettled node only once that is settled."""
     return node.leases > 0 or node.protected_children > 0
 
 
@@ -95,9 +99,11 @@ class Leases:
         self._spans = tuple(spans)
         self.live: dict[int, Lease] = {}
         self.owners: dict[str, int] = {}  # how many live leases on data, not on a root, each has
-        self.pages_protected = 0
+        self.pages_protected = 0  # without what is above unsettled nodes
         self.states_protected = 0
         self.spans_protected = [0] * len(self._spans)
+        self.unsettled: dict[int, Node] = {}  # leased nodes that their parents do not count
+        self.unsettled_tokens = 0  # of their paths, together: at most so many more are protected
         self._next_id = 0
 
     def take(
@@ -116,7 +122,8 @@ class Leases:
         return lease
 
     def forget_totals(self) -> None:
-        """The tree was reset: what live leases protect is counted elsewhere."""
+        """The tree was reset: what live leases protect, all settled, is counted elsewhere."""
+        assert not self.unsettled
         self.pages_protected = self.states_protected = 0
         self.spans_protected = [0] * len(self._spans)
 
@@ -164,6 +171,8 @@ class Leases:
     def move(self, lease: Lease, anchor: Node, now: int, *, with_state: bool) -> None:
         """Move a live lease to another boundary; at no time is the path unprotected."""
         self._protect(anchor)
+        if lease.anchor.counted:  # or the counts above would go down now, and up again later
+            self._count(anchor)
         if lease.has_state:
             self.end_state(lease, now)
         self._unprotect(lease.anchor, 0, former=False)
@@ -210,13 +219,31 @@ class Leases:
         else:
             del self.owners[owner]
 
+    def settle(self) -> None:
+        """Have all protection counted: `pages_protected` and `protected` are exact now."""
+        for node in list(self.unsettled.values()):
+            self._count(node)
+
     def _protect(self, node: Node) -> None:
         node.leases += 1
-        host, size = self._host, 0
-        while node.leases + node.protected_children == 1:
+        if node.counted or node.parent is None:
+            return
+        if self._host is not None:
+            self._count(node)
+        elif node.leases == 1:
+            self.unsettled[node.id] = node
+            self.unsettled_tokens += node.end
+
+    def _count(self, node: Node) -> None:
+        """A protected node is counted by its parent, and that by its own, if they are not yet."""
+        host, unsettled, size = self._host, self.unsettled, 0
+        while not node.counted:
             parent = node.parent
             if parent is None:
                 break
+            node.counted = True
+            if unsettled and unsettled.pop(node.id, None) is not None:
+                self.unsettled_tokens -= node.end
             size += len(node.page_ids)
             if host is not None and node.host is not None:
                 host.protected(node)
@@ -229,6 +256,19 @@ class Leases:
         assert node.leases >= 0
         if now > node.stamp:
             node.stamp = now
+        if node.counted:
+            self._count_less(node, former)
+        elif not node.leases and node.parent is not None:
+            del self.unsettled[node.id]
+            self.unsettled_tokens -= node.end
+            if node.children is None:
+                self._kv_index.push(node)
+
+    def _count_less(self, node: Node, former: bool) -> None:
+        """What is protected no more is not counted either; its latest use is passed up.
+
+        Of what was never counted it is passed up when it goes.
+        """
         stamp, size = node.stamp, 0
         while not node.leases and not node.protected_children:
             parent = node.parent
@@ -244,6 +284,7 @@ class Leases:
                 parent.stamp = stamp
             else:
                 stamp = parent.stamp
+            node.counted = False
             parent.protected_children -= 1
             node = parent
         self.pages_protected -= size // ID_BYTES

@@ -39,6 +39,7 @@ class MovingTree(LoadingTree):
         """Whether nobody uses any of these pages of the tree."""
         holders = self.radix.holders
         assert holders is not None
+        self.leases.settle()
         seen: set[int] = set()
         for page in pages:
             node = holders[page]
@@ -75,6 +76,7 @@ class MovingTree(LoadingTree):
     def _relocate(self, pages: Ids, to: Ids) -> Ids:
         holders = self.radix.holders
         assert holders is not None and len(pages) == len(to)
+        self.leases.settle()
         moved: Ids = array("i")
         runs: dict[int, tuple[Node, Ids, dict[int, int]]] = {}
         for number, page in enumerate(pages):

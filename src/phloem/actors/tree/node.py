@@ -115,7 +115,8 @@ class Node(msgspec.Struct, gc=False, eq=False):
     sessions: int = 0  # open sessions whose latest boundary is here
     leases: int = 0  # leases anchored here
     state_leases: int = 0  # of those, the ones that took the state
-    protected_children: int = 0
+    protected_children: int = 0  # children that are protected, and counted here
+    counted: bool = False  # among its parent's
     mark: int = NO_MARK  # namespace and checksum of the prefix up to the node's end
     queued: int = 0  # one bit for each candidate index that has an entry for the node
     gone_children: int = 0  # children whose KV is not on the device, or is leaving it
@@ -160,6 +161,7 @@ SPLIT_RULES: dict[str, str] = {
     "leases": "lower",
     "state_leases": "lower",
     "protected_children": "link",
+    "counted": "copy",
     "mark": "lower",
     "queued": "lower",
     "gone_children": "link",

@@ -105,10 +105,9 @@ class Radix:
                 if child is None:
                     break
             edge = child.edge
-            end = offset + len(edge)
-            if end <= limit and data.startswith(edge, offset):
+            if data.startswith(edge, offset, limit):
                 path.append(child)
-                offset = end
+                offset += len(edge)
                 node = child
                 continue
             inside = common_bytes(data, offset, limit, edge, page_bytes)
@@ -195,7 +194,8 @@ class Radix:
         upper.stamp, upper.born, upper.hits = node.stamp, node.born, node.hits
         upper.turn, upper.prompt_end = node.turn, node.prompt_end
         upper.priority, upper.keep_until = node.priority, node.keep_until
-        if node.leases or node.protected_children:
+        if node.counted:
+            upper.counted = True
             upper.protected_children = 1
         if node.host is not None:
             self._split_part(node, node.host, upper, ids)

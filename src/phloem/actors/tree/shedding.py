@@ -468,6 +468,7 @@ class SheddingTree(BackingTree):
         """Start a new generation, empty. `sweep` gives back what the former one held."""
         self.generation += 1
         self._forget_operations()
+        self.leases.settle()
         self.former.take_over(self.radix, self.host)
         self.leases.forget_totals()
         for index in self.indexes:
