@@ -48,8 +48,8 @@ def steps(seed: int, kinds: tuple[str, ...], *, late: bool) -> tuple[list[object
             case 7 if chance.random() < 0.1:
                 world.reset()
                 told.append(tree.figures())
-            case _ if lease is not None:
-                leases.append(tree.fork(lease, owner="fork"))
+            case _:
+                leases.extend(tree.fork(one, owner="fork") for one in leases[:1] if len(leases) < 9)
         world.sweep()
         if not late:
             tree.leases.settle()

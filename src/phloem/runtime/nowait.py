@@ -82,7 +82,8 @@ class Nowait:
         key = TokenKey.of(tokens, namespace)
         limit = key.length if whole else limit_of(key)
         acquired = self._domain.run(self._tree, m.Acquire(key, limit, owner, False))
-        return Lease(self._core, *lease_and_match(acquired))
+        inner, match = lease_and_match(acquired)
+        return Lease(self._core, inner, match)
 
     def allocate(
         self,

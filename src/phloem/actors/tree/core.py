@@ -18,7 +18,7 @@ from phloem.actors.tree.ghosts import NOTHING, Ghosts, Remembered, mark_after, m
 from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.keys import TOKEN_BYTES, TokenKey, Tokens
 from phloem.actors.tree.leases import Lease, Leases
-from phloem.actors.tree.node import ID_BYTES, Node, Walk
+from phloem.actors.tree.node import ID_BYTES, HostPart, Node, Walk
 from phloem.actors.tree.operations import Operations
 from phloem.actors.tree.placement import Placement
 from phloem.actors.tree.policies import Policy, Score, policy_named
@@ -98,7 +98,6 @@ class TreeCore:
         self.page_size = page_size
         self.has_states = self.components.has_states
         self.grid = self.components.grid
-        self._reach = self.components.reach
         self.placement = placement or Placement()
         self.enabled = enabled
         self.state_weight = state_weight if self.has_states else 0
@@ -110,7 +109,7 @@ class TreeCore:
             self.new_index(bit, component.score_by(self.policy), component.may_go)
             for bit, component in zip(_index_bits(), self.components.all, strict=False)
         )
-        self.kv_index, self.state_index, *self.span_indexes = self.indexes
+        self.kv_index, self.state_index = self.indexes[:2]
         self.host = self.new_host() if host else None
         self.host_closed = False  # it fails, and is left alone
         self.write_policy: WritePolicy = write_policy
@@ -158,6 +157,11 @@ class TreeCore:
         """An empty tree like this one, without spans or a host tier, under another policy."""
         raise NotImplementedError
 
+    @property
+    def span_indexes(self) -> tuple[CandidateIndex, ...]:
+        """Those of the span components, in order."""
+        return self.indexes[2:]
+
     def rescore(self) -> None:
         """Score all candidates anew; what is cached stays."""
         for component, index in zip(self.components.all, self.indexes, strict=True):
@@ -178,14 +182,22 @@ class TreeCore:
         runs: list[bytes] = []
         node: Node | None = lease.anchor
         while node is not None:
-            runs.append(node.page_ids)
-            if not node.page_ids and node.host is not None:
-                loading = self.operations.live.get(node.host.kv_load)
-                if loading is not None and node.id in loading.pieces:
-                    ids = loading.ids_of(loading.pieces[node.id])
-                    runs[-1] = ids or bytes(len(node.edge) // self.radix.page_bytes * ID_BYTES)
+            ids = node.page_ids
+            runs.append(ids if ids or node.host is None else self._arriving_pages(node, node.host))
             node = node.parent
-        return array("i", b"".join(reversed(runs)))
+        runs.reverse()
+        return array("i", b"".join(runs))
+
+    def _arriving_pages(self, node: Node, part: HostPart) -> bytes:
+        """Where the node's pages will be, zeros as long as that is not known; none if they do not.
+
+        Nothing is on its way for a node whose pages have gone for good.
+        """
+        loading = self.operations.live.get(part.kv_load)
+        if loading is None or node.id not in loading.pieces:
+            return b""
+        ids = loading.ids_of(loading.pieces[node.id])
+        return ids or bytes(len(node.edge) // self.radix.page_bytes * ID_BYTES)
 
     def state_of(self, lease: Lease) -> int:
         """The device slot of the state at the lease's boundary, or `NO_SLOT`."""
@@ -329,7 +341,7 @@ class TreeCore:
         branch: int | None = None
         state_tier: StateTier = ""
         short, short_of = 0, ""
-        anchor, usable = self._reach(walk, known)
+        anchor, usable = self.components.reach(walk, known)
         if self.spans and usable:
             reached = usable
             anchor, usable, short_of = self.components.deepest(walk, usable)

@@ -8,8 +8,9 @@ explanation wrong, never an answer, and never across namespaces.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 from zlib import crc32
+
+import msgspec
 
 from phloem.actors.tree.keys import common_bytes
 from phloem.actors.tree.node import NO_MARK, Node
@@ -41,7 +42,7 @@ def mark_of(node: Node) -> int:
     return mark
 
 
-class Remembered(NamedTuple):
+class Remembered(msgspec.Struct, frozen=True, gc=False):
     """What is known of data that are not in the tree, in bytes of the key.
 
     `evicted` were there and went at use `at` to make room for `by`. `forgotten`: what follows was

@@ -133,14 +133,15 @@ class Leases:
         `former`: the lease is of an older generation, whose nodes are no candidates any more.
         """
         assert lease.live
+        anchor = lease.anchor
         if lease.has_state:
             self.end_state(lease, now, former=former)
         if self._spans:
-            self._unprotect_spans(lease.anchor, lease.spans, now, former)
-        self._unprotect(lease.anchor, now, former)
+            self._unprotect_spans(anchor, lease.spans, now, former)
+        self._unprotect(anchor, now, former)
         lease.live = False
         del self.live[lease.id]
-        if lease.anchor.end:
+        if anchor.end:
             self._owns_less(lease.owner)
 
     def end_state(self, lease: Lease, now: int, *, former: bool = False) -> None:
@@ -150,9 +151,9 @@ class Leases:
         anchor = lease.anchor
         if now:
             anchor.state_stamp = now
-        anchor.state_leases -= 1
-        assert anchor.state_leases >= 0
-        if not anchor.state_leases and not former:
+        left = anchor.state_leases = anchor.state_leases - 1
+        assert left >= 0
+        if not left and not former:
             if anchor.state:
                 self.states_protected -= 1
                 self._state_index.push(anchor)
@@ -170,17 +171,19 @@ class Leases:
 
     def move(self, lease: Lease, anchor: Node, now: int, *, with_state: bool) -> None:
         """Move a live lease to another boundary; at no time is the path unprotected."""
+        before = lease.anchor
         self._protect(anchor)
-        if lease.anchor.counted:  # or the counts above would go down now, and up again later
+        if before.counted:  # or the counts above would go down now, and up again later
             self._count(anchor)
         if lease.has_state:
             self.end_state(lease, now)
-        self._unprotect(lease.anchor, 0, former=False)
-        if anchor.end and not lease.anchor.end:
-            self.owners[lease.owner] = self.owners.get(lease.owner, 0) + 1
-        elif lease.anchor.end and not anchor.end:
+        self._unprotect(before, 0, former=False)
+        if not before.end:
+            if anchor.end:
+                self.owners[lease.owner] = self.owners.get(lease.owner, 0) + 1
+        elif not anchor.end:
             self._owns_less(lease.owner)
-        before, lease.anchor = lease.anchor, anchor
+        lease.anchor = anchor
         if with_state:
             lease.has_state = True
             self._protect_state(anchor)
@@ -225,12 +228,12 @@ class Leases:
             self._count(node)
 
     def _protect(self, node: Node) -> None:
-        node.leases += 1
-        if node.counted or node.parent is None:
+        leases = node.leases = node.leases + 1
+        if node.counted or leases > 1 or node.parent is None:
             return
         if self._host is not None:
             self._count(node)
-        elif node.leases == 1:
+        else:
             self.unsettled[node.id] = node
             self.unsettled_tokens += node.end
 
@@ -252,13 +255,15 @@ class Leases:
         self.pages_protected += size // ID_BYTES
 
     def _unprotect(self, node: Node, now: int, former: bool) -> None:
-        node.leases -= 1
-        assert node.leases >= 0
+        left = node.leases = node.leases - 1
+        assert left >= 0
         if now > node.stamp:
             node.stamp = now
+        if left:
+            return
         if node.counted:
             self._count_less(node, former)
-        elif not node.leases and node.parent is not None:
+        elif node.parent is not None:
             del self.unsettled[node.id]
             self.unsettled_tokens -= node.end
             if node.children is None:
