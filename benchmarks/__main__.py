@@ -63,7 +63,7 @@ def _by_tokens(results: dict[str, Any]) -> None:
 def _by_hop(results: dict[str, Any]) -> None:
     _tell("hops")
     figures = results["hops"] = operations.hops(_tell)
-    print("\nµs a call, one caller and 16 at once")
+    print("\nCPU µs a call, one caller and 16 at once")
     print(f"  {'':28}" + "".join(f"{f'{loop}, 1':>13}{'16':>8}" for loop in figures))
     for name in next(iter(figures.values())):
         cells = "".join(

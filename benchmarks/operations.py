@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TypeVar
 
-from benchmarks.floors import hop_floors
+from benchmarks.floors import hop_cost, hop_floors
 from benchmarks.forms import (
     EDGE,
     PAGE,
@@ -222,7 +222,7 @@ async def _long_through_runtime(
 
 
 def hops(tell: Tell) -> dict[str, dict[str, dict[str, float]]]:
-    """Microseconds a call by loop: the bare mailboxes, and a match inline and queued."""
+    """CPU microseconds a call by loop: the bare mailboxes, and a match inline and queued."""
     out: dict[str, dict[str, dict[str, float]]] = {}
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop] | None] = {"asyncio": None}
     if sys.platform != "win32":
@@ -234,30 +234,26 @@ def hops(tell: Tell) -> dict[str, dict[str, dict[str, float]]]:
     return out
 
 
-async def _hops(calls: int = 4000) -> dict[str, dict[str, float]]:
+async def _hops(calls: int = 8000) -> dict[str, dict[str, float]]:
     out = await hop_floors(calls)
     paths = Paths(1000)
     cache = await open_runtime(2 * paths.nodes * EDGE // PAGE, 2 * paths.nodes)
     NowaitForm(cache, paths)
-    keys = paths.some(200)
+    keys = [key.data for key in paths.some(200)]
 
-    async def caller(mine: list[TokenKey]) -> None:
-        for key in mine:
-            await cache.match(key, whole=True)
+    async def caller(count: int) -> None:
+        for number in range(count):
+            await cache.match(TokenKey(keys[number % len(keys)]), whole=True)
 
     for inline in (True, False):
         _set_inline(cache, inline)
-        figures: dict[str, float] = {}
-        for callers in (1, 16):
-            best = float("inf")
-            for _ in range(3):
-                count = calls // callers
-                lists = [_anew(keys * (count // len(keys) + 1))[:count] for _ in range(callers)]
-                begun = wall_clock()
-                await asyncio.gather(*map(caller, lists))
-                best = min(best, (wall_clock() - begun) / (calls // callers * callers) / 1e3)
-            figures[str(callers)] = best
-        out["match, inline" if inline else "match, queued"] = figures
+        out["match, inline" if inline else "match, queued"] = {
+            str(callers): await hop_cost(caller, callers, calls) for callers in (1, 16)
+        }
+    out["queued, more than inline"] = {
+        callers: out["match, queued"][callers] - cost
+        for callers, cost in out["match, inline"].items()
+    }
     _set_inline(cache, True)
     await cache.close()
     return out

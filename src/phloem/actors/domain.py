@@ -259,11 +259,6 @@ class Domain:
                     return value
                 assert later is not None
                 return later.result() if later.done else await self._wait(later, undo)
-        return await self._call_queued(actor, message, undo)
-
-    async def _call_queued(
-        self, actor: Actor, message: object, undo: Callable[[object], None] | None
-    ) -> object:
         if self._room or self._let_in or len(self._queue) >= self._capacity:
             await self._wait_for_room()
         self.check_running()
@@ -271,11 +266,9 @@ class Domain:
         self._queue.append((actor, message, reply, 0, self.caller_context()))
         if self.inline and not self._draining:
             self.drain()
-            if reply.done:
-                return reply.result()
         else:
             self._schedule()
-        return await self._wait(reply, undo)
+        return reply.result() if reply.done else await self._wait(reply, undo)
 
     async def _wait(self, reply: Reply, undo: Callable[[object], None] | None) -> object:
         reply.future = Parked() if self.loop is None else self.loop.create_future()
