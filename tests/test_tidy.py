@@ -128,7 +128,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, *command],
-        capture_output=True, text=True, timeout=100, cwd=folder, env=environment, check=False,
+        capture_output=True, text=True, timeout=240, cwd=folder, env=environment, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran

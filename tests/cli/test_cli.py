@@ -45,7 +45,7 @@ def test_python_m_phloem(tmp_path: Path) -> None:
     path = tmp_path / "env.json"
     ran = subprocess.run(
         [sys.executable, "-m", "phloem", "env", "--json", str(path)],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     assert "python: CPython" in ran.stdout
     assert "platform" in msgspec.json.decode(path.read_bytes())

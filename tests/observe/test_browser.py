@@ -79,7 +79,7 @@ def browse(page: Path, profile: Path, *flags: str) -> tuple[str, str]:
         [BROWSER, *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=True,
     )
     logged = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -119,7 +119,7 @@ def test_the_timeline_in_perfettos_reader(log: Path, tmp_path: Path) -> None:
     assert main(["trace", str(log), "--perfetto", str(trace)]) == 0
     query.write_text("select count(*) from slice; select count(*) from flow;")
     done = subprocess.run(
-        [READER, "-q", str(query), str(trace)], capture_output=True, text=True, timeout=100,
+        [READER, "-q", str(query), str(trace)], capture_output=True, text=True, timeout=240,
         check=True,
     )  # fmt: skip
     counts = [int(line) for line in done.stdout.split() if line.isdigit()]

@@ -31,7 +31,7 @@ async def scrape(server: MetricsServer) -> Series:
     def fetch(accept: str) -> str:
         address = f"http://{server.host}:{server.port}/metrics"
         asked = urllib.request.Request(address, headers={"Accept": accept})
-        with urllib.request.urlopen(asked, timeout=60) as page:
+        with urllib.request.urlopen(asked, timeout=240) as page:
             assert page.status == 200
             text: str = page.read().decode()
             return text

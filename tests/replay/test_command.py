@@ -31,7 +31,7 @@ def written(folder: Path, seed: str, jobs: str) -> tuple[bytes, list[dict[str, o
     command += ["--capacity", "60%", "--capacity", "1GiB", "--no-bounds"]
     command += ["--decisions", str(folder / "d"), "--json", str(folder / "j")]
     environment = {**os.environ, "PYTHONHASHSEED": seed}
-    subprocess.run(command, check=True, capture_output=True, timeout=100, env=environment)
+    subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
     runs = json.loads((folder / "j").read_bytes())["runs"]
     timed = {"us_per_eviction", "us_per_victim", "us_per_lookup", "seconds"}
     kept = [{key: value for key, value in run.items() if key not in timed} for run in runs]
