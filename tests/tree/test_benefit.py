@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
 from tree.support import run
 
 from phloem.actors.actions import FreeDeviceSlots
-from phloem.actors.tree import TokenKey, Tree
+from phloem.actors.tree import TokenKey, Tree, benefit
 from phloem.actors.tree.audit import audit_tree
-from phloem.actors.tree.node import NO_SLOT
+from phloem.actors.tree.node import NO_SLOT, Node
 from phloem.actors.tree.placement import Placement
-from phloem.actors.tree.policies import Policy, PriorityFirst, policy_named
+from phloem.actors.tree.policies import Benefit, Policy, PriorityFirst, policy_named
 from phloem.actors.tree.returns import Returns
 
 STATE_WEIGHT = 10
@@ -230,3 +231,24 @@ def test_the_first_to_leave_a_way_finds_a_state_where_others_left_before() -> No
     assert not any(without)
     assert learned[0] == 0
     assert [hit > 40 for hit in learned[20:]] == [True] * 40
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_latest_evicted_leaves_are_remembered_in_order(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benefit, "_GONE_MAX", 6)
+    chance, policy = random.Random(seed), Benefit()
+    expected: dict[int, int] = {}
+    for now in range(1, 400):
+        place = chance.randrange(12)
+        if chance.random() < 0.4 and place in expected:  # as when it is asked for again
+            del expected[place], policy._gone[place]
+        else:
+            policy.lost(Node(now, None, bytes(8), 2, b"", turn=now), place, now)
+            expected.pop(place, None)
+            expected[place] = now
+            if len(expected) > 6:
+                del expected[next(iter(expected))]
+        assert [(gone[0], gone[-2]) for gone in policy._gone.values()] == [*expected.items()]
+        assert len(policy._gone_in_order) <= 12

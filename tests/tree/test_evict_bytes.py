@@ -8,6 +8,7 @@ import pytest
 from tree.support import World, run
 
 from phloem.actors.tree import Evicted
+from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.node import NO_SLOT
 from phloem.errors import InvalidRequest
 
@@ -44,6 +45,16 @@ def test_states_asked_for_are_not_counted_as_bytes() -> None:
     assert reclaim(world, 0, states=1, state_bytes=10) == Evicted(0, 1)
     assert reclaim(world, 4, states=1, state_bytes=10) == Evicted(4, 1)  # its leaf pays the bytes
     assert reclaim(world, 5, states=1, state_bytes=10) == Evicted(5, 0)
+
+
+def test_the_scores_of_victims_are_told() -> None:
+    tree = JournaledTree(page_size=1)
+    for tokens in (run(1, 4), run(1, 8), run(50, 55)):
+        tree.insert(tokens, range(1, len(tokens) + 1), 1)
+    tree.evict_bytes(100, page_bytes=1, state_bytes=1)
+    told = [(victim.what, victim.end, victim.score) for victim in tree.journal.take_victims()]
+    inner, last = ("state", 4, [1]), ("leaf", 6, [3])
+    assert told == [inner, ("leaf", 8, [2]), ("leaf", 4, [2]), last]
 
 
 def test_what_is_leased_stays() -> None:

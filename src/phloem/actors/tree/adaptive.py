@@ -96,10 +96,10 @@ class Adaptive(Policy):
         for policy in self._learning:
             policy.rested(node, now)
 
-    def lost(self, leaf: Node, mark: int, now: int, /) -> None:
+    def lost(self, leaf: Node, place: int, now: int, /) -> None:
         """Hand on to those that learn."""
         for policy in self._learning:
-            policy.lost(leaf, mark, now)
+            policy.lost(leaf, place, now)
 
     def forget(self) -> None:
         """All data have gone; the shadows' too."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from math import sqrt
 from typing import TypeAlias
+from zlib import crc32
 
 from phloem.actors.tree.ghosts import mark_after, mark_of
 from phloem.actors.tree.keys import TOKEN_BYTES
@@ -14,7 +15,7 @@ from phloem.actors.tree.scoring import Policy, Score, Visit
 
 __all__ = ["Benefit"]
 
-_UNIT = 1 << 64
+_UNIT = float(1 << 64)
 _WALK_MAX = 64  # nodes looked at for the nearest state above; the farthest counts otherwise
 _LEARN_EVERY = 64  # visits
 _GONE_MAX = 4096
@@ -33,9 +34,10 @@ def _kind(turn: int) -> int:
     return min(turn.bit_length(), _KINDS - 1)
 
 
-# A leaf that was evicted, to be recognised: how long it was and its last page; the mark of the
-# prefix up to its end, if it was known; its turn; when it began to rest, 0: it did not rest.
-_Gone: TypeAlias = tuple[int, bytes, int, int, int]
+# A leaf that was evicted, to be recognised: its place, the mark of the prefix up to the end of its
+# first page; how long it was, the checksum of its last page, and the mark of the prefix up to its
+# end, if that was known; its turn; when it began to rest, 0: it did not.
+_Gone: TypeAlias = tuple[int, int, int, int, int, int]
 
 
 class Benefit(Policy):
@@ -56,7 +58,8 @@ class Benefit(Policy):
     def __init__(self) -> None:
         self._returns = Returns(_KINDS)
         self._rates = self._returns.rates
-        self._gone: OrderedDict[tuple[int, bytes], _Gone] = OrderedDict()
+        self._gone: dict[int, _Gone] = {}  # by place
+        self._gone_in_order: deque[_Gone] = deque()  # those, and some that do not count any more
         self._now = 0
         self._visits = 0
         self._inner = 0.3  # share of the requests that leave others' ways
@@ -75,10 +78,10 @@ class Benefit(Policy):
         weight = self._state_weight
         if not weight:
             return int(self._rate(node, node.stamp) * _UNIT)
-        if node.state == NO_SLOT and not state_anywhere(node):
+        if not node.state and not state_anywhere(node):
             return 0
         above = node.parent
-        if above is not None and above.state != NO_SLOT:  # as mostly
+        if above is not None and above.state:  # as mostly
             saved = alone = node.end - above.end
         else:
             saved, alone = self._spans(node)
@@ -186,20 +189,30 @@ class Benefit(Policy):
             node.rests = now
             self._returns.rests(_kind(node.turn))
 
-    def lost(self, leaf: Node, mark: int, now: int, /) -> None:
+    def lost(self, leaf: Node, place: int, now: int, /) -> None:
         """It is remembered for a while, since it may be asked for again."""
-        edge, size, gone = leaf.edge, self._page_bytes, self._gone
-        place = mark, edge[:size]
-        former = gone.pop(place, None)
-        if former is not None:
-            self._give_up(former, now)
-        gone[place] = len(edge), edge[-size:], leaf.mark, leaf.turn, leaf.rests
+        edge, gone, in_order = leaf.edge, self._gone, self._gone_in_order
+        last_page = crc32(edge[-self._page_bytes :])
+        latest = place, len(edge), last_page, leaf.mark, leaf.turn, leaf.rests
+        former = gone.setdefault(place, latest)
+        if former is not latest:
+            self._give_up(gone.pop(place), now)
+            gone[place] = latest
+        in_order.append(latest)
         if len(gone) > _GONE_MAX:
-            self._give_up(gone.popitem(last=False)[1], now)
+            while True:
+                former = in_order.popleft()
+                if gone.get(former[0]) is former:
+                    break
+            del gone[former[0]]
+            self._give_up(former, now)
+        elif len(in_order) > 2 * _GONE_MAX:
+            self._gone_in_order = deque(gone.values())
 
     def forget(self) -> None:
         """Nothing rests any more."""
         self._gone.clear()
+        self._gone_in_order.clear()
         self._returns.forget_resting()
 
     def _give_up(self, gone: _Gone, now: int) -> None:
@@ -221,13 +234,13 @@ class Benefit(Policy):
             mark = mark_after(mark, walk.partial.edge[: walk.inside])
         found: _Gone | None = None
         while reached < len(data):
-            place = mark, data[reached : reached + size]
+            place = mark_after(mark, data[reached : reached + size])
             gone = self._gone.get(place)
             if gone is None:
                 break
-            length, tail, after, _, _ = gone
+            _, length, last_page, after, _, _ = gone
             end = reached + length
-            if end > len(data) or data[end - size : end] != tail:
+            if end > len(data) or crc32(data[end - size : end]) != last_page:
                 break
             del self._gone[place]
             if found is not None:

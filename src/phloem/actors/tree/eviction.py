@@ -1,9 +1,10 @@
 """Which node goes next: candidate indexes kept up to date by every change.
 
-An index is a queue of entries `(score, node id)`. A score is fixed when its own node is touched; an
-entry that is popped while its node's score has risen is put back, one whose node is no candidate
-any more is dropped. A node has one entry (its `queued` flag), or more when its score was lowered,
-so an index costs O(log n) for each change and nothing grows with the number of leaves.
+An index is a queue of entries: a score, and behind it in the same whole number a node's id, so that
+the smallest number goes first. A score is fixed when its own node is touched; an entry that is
+popped while its node's score has risen is put back, one whose node is no candidate any more is
+dropped. A node has one entry (its `queued` flag), or more when its score was lowered, so an index
+costs O(log n) for each change and nothing grows with the number of leaves.
 
 A list of a million entries would cost the garbage collector a pause at each full collection. So
 only the entries that go soon are Python objects, in a heap; the others lie in sorted runs of plain
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from struct import Struct
 
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import SCORE_BYTES, Score
@@ -25,10 +25,9 @@ _ENTRIES, _SLACK = 3, 64  # an index is swept when it has so many for each live 
 _REFRESHED = 1 << 13  # so many, through the candidates there are, are scored anew for each victim
 _REFRESHED_MIN, _REFRESHED_MAX = 1, 32
 _REFRESHED_FEW = _REFRESHED // _REFRESHED_MIN
-_PACKED = Struct(f">{SCORE_BYTES}sQ")  # score, node id
-_ENTRY = _PACKED.size
-
-_Entry = tuple[Score, int]
+_ID_BITS = 64
+_ID = (1 << _ID_BITS) - 1
+_ENTRY = SCORE_BYTES + _ID_BITS // 8
 
 
 class _Run:
@@ -36,30 +35,23 @@ class _Run:
 
     __slots__ = ("_at", "_data")
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, entries: Iterable[int]) -> None:
         self._at = 0
-        self._data = data
+        self._data = b"".join(entry.to_bytes(_ENTRY, "big") for entry in entries)
 
-    def next(self) -> _Entry | None:
+    def next(self) -> int | None:
         """Take the smallest entry out; None when there is none."""
-        at = self._at
-        middle, end = at + SCORE_BYTES, at + _ENTRY
-        if end > len(self._data):
+        at, data = self._at, self._data
+        if at == len(data):
             return None
-        self._at = end
-        score = int.from_bytes(self._data[at:middle], "big")
-        return score, int.from_bytes(self._data[middle:end], "big")
+        self._at = end = at + _ENTRY
+        return int.from_bytes(data[at:end], "big")
 
-    def left(self) -> Iterator[tuple[bytes, int]]:
-        """The entries that are left, scores packed; they stay."""
-        packed: Iterator[tuple[bytes, int]] = _PACKED.iter_unpack(self._data[self._at :])
-        return packed
-
-
-def _pack(entries: Iterable[_Entry]) -> bytes:
-    return b"".join(
-        score.to_bytes(SCORE_BYTES, "big") + number.to_bytes(8, "big") for score, number in entries
-    )
+    def left(self) -> Iterator[int]:
+        """The entries that are left; they stay."""
+        data = self._data
+        for at in range(self._at, len(data), _ENTRY):
+            yield int.from_bytes(data[at : at + _ENTRY], "big")
 
 
 class CandidateIndex:
@@ -91,50 +83,49 @@ class CandidateIndex:
         """Note that `node` has become a candidate."""
         if not node.queued & self.bit:
             node.queued |= self.bit
-            self._nodes[node.id] = node
-            self._enter(self.score(node), node.id)
+            number = node.id
+            self._nodes[number] = node
+            self._enter(self.score(node), number)
             if node.keep_until:
                 self.watch(node)
 
     def pop(self) -> tuple[Score, Node] | None:
         """Take out the candidate with the smallest score, or None when there is none."""
-        nodes, score, eligible, scores = self._nodes, self.score, self.eligible, self._scores
-        while (entry := self._next()) is not None:
-            noted, number = entry
-            if scores.get(number) != noted:
-                continue
-            node = nodes[number]
-            if not eligible(node):
-                self._forget(node)
-            elif (now := score(node)) > noted:
-                self._enter(now, number)
-            else:
-                self._forget(node)
-                return noted, node
-        return None
+        first = self.first()
+        if first is not None:
+            self.take(first)
+        return first
 
     def first(self, below: Score | None = None) -> tuple[Score, Node] | None:
-        """What `pop` would take out next, if its score is `below` that; it stays."""
-        nodes, score, eligible, scores = self._nodes, self.score, self.eligible, self._scores
-        while (entry := self._soonest()) is not None:
-            noted, number = entry
+        """What `pop` would take out, if its score is `below` that; it stays."""
+        entries, soon, heads = self._entries, self._soon, self._heads
+        while True:
+            if soon and (not heads or soon[0] <= heads[0][0]):
+                entry = soon[0]
+            elif heads:
+                entry = heads[0][0]
+            else:
+                return None
+            noted = entry >> _ID_BITS
             if below is not None and noted >= below:
                 return None
-            node = nodes.get(number)
-            counts = node is not None and noted == scores[number]
-            if node is not None and counts and eligible(node) and score(node) <= noted:
-                return noted, node
-            self._next()
-            if node is not None and counts:
-                if eligible(node):
-                    self._enter(score(node), number)
-                else:
+            number = entry & _ID
+            if entries.get(number) == entry:
+                node = self._nodes[number]
+                if not self.eligible(node):
                     self._forget(node)
-        return None
+                elif (score := self.score(node)) <= noted:
+                    return noted, node
+                else:
+                    self._next()
+                    self._enter(score, number)
+                    continue
+            self._next()
 
-    def take(self, node: Node) -> None:
+    def take(self, first: tuple[Score, Node]) -> None:
         """Take out what `first` has just answered."""
-        _, number = self._next() or (0, 0)
+        _, node = first
+        number = self._next() & _ID
         assert number == node.id, "something came between"
         self._forget(node)
 
@@ -142,7 +133,7 @@ class CandidateIndex:
         """The score of `node` may have fallen: then its former entry will be passed over."""
         if node.queued & self.bit:
             score = self.score(node)
-            if score < self._scores[node.id]:
+            if score < self._entries[node.id] >> _ID_BITS:
                 self._enter(score, node.id)
 
     def refresh(self) -> None:
@@ -150,10 +141,12 @@ class CandidateIndex:
 
         The more, the fewer there are: each one that goes is then a larger part of them.
         """
-        nodes, scores, order = self._nodes, self._scores, self._round
+        nodes, order = self._nodes, self._round
         there = len(nodes)
-        often = _REFRESHED_MIN if there > _REFRESHED_FEW else _REFRESHED // (there + 1)
-        for _ in range(min(often, there, _REFRESHED_MAX)):
+        count = _REFRESHED_MIN
+        if there <= _REFRESHED_FEW:
+            count = min(_REFRESHED // (there + 1), there, _REFRESHED_MAX)
+        for _ in range(count):
             if not order:
                 order.extend(nodes)
             number = order.pop()
@@ -164,7 +157,7 @@ class CandidateIndex:
                 self._forget(node)
                 continue
             score = self.score(node)
-            if score < scores[number]:
+            if score < self._entries[number] >> _ID_BITS:
                 self._enter(score, number)
 
     def watch(self, node: Node) -> None:
@@ -200,99 +193,88 @@ class CandidateIndex:
         """Forget everything: the tree was reset."""
         self._expiring.clear()
         self._nodes: dict[int, Node] = {}
-        self._scores: dict[int, Score] = {}  # of the one entry of each node that counts
+        self._entries: dict[int, int] = {}  # the one of each node that counts
         self._round: list[int] = []
-        self._soon: list[_Entry] = []  # a heap
-        self._heads: list[tuple[Score, int, int]] = []  # a heap: the next entry of each run
+        self._soon: list[int] = []  # a heap
+        self._heads: list[tuple[int, int]] = []  # a heap: the next entry of each run
         self._runs: dict[int, _Run] = {}
         self._next_run = 0
         self._size = 0
 
     def entries(self) -> Iterator[tuple[Score, Node]]:
         """Every entry whose node is known, in no order; for audits."""
-        numbers = [*self._soon, *(head[:2] for head in self._heads)]
+        entries = [*self._soon, *(entry for entry, _ in self._heads)]
         for run in self._runs.values():
-            numbers.extend((int.from_bytes(score, "big"), number) for score, number in run.left())
-        for score, number in numbers:
-            if number in self._nodes:
-                yield score, self._nodes[number]
+            entries.extend(run.left())
+        for entry in entries:
+            node = self._nodes.get(entry & _ID)
+            if node is not None:
+                yield entry >> _ID_BITS, node
 
     def _enter(self, score: Score, number: int) -> None:
-        self._scores[number] = score
         soon = self._soon
-        heappush(soon, (score, number))
+        entry = self._entries[number] = score << _ID_BITS | number
+        heappush(soon, entry)
         self._size += 1
         if len(soon) >= 2 * self.run_size:
             soon.sort()
-            self._add_run(_pack(soon[self.run_size :]))
+            self._add_run(_Run(soon[self.run_size :]))
             del soon[self.run_size :]
 
-    def _soonest(self) -> _Entry | None:
-        """The smallest entry; it stays."""
+    def _next(self) -> int:
+        """Take the smallest entry out; there is one."""
         soon, heads = self._soon, self._heads
-        if soon and (not heads or soon[0] < heads[0]):
-            return soon[0]
-        return heads[0][:2] if heads else None
-
-    def _next(self) -> _Entry | None:
-        """Take the smallest entry out."""
-        soon, heads = self._soon, self._heads
-        if soon and (not heads or soon[0] < heads[0]):
-            self._size -= 1
-            return heappop(soon)
-        if not heads:
-            return None
         self._size -= 1
-        score, number, run = heads[0]
+        if soon and (not heads or soon[0] <= heads[0][0]):
+            return heappop(soon)
+        entry, run = heads[0]
         following = self._runs[run].next()
         if following is None:
             heappop(heads)
             del self._runs[run]
         else:
-            heapreplace(heads, (*following, run))
-        return score, number
+            heapreplace(heads, (following, run))
+        return entry
 
-    def _add_run(self, data: bytes) -> None:
-        """A run of sorted entries, packed."""
-        run = _Run(data)
+    def _add_run(self, run: _Run) -> None:
         first = run.next()
         if first is not None:
             self._next_run += 1
             self._runs[self._next_run] = run
-            heappush(self._heads, (*first, self._next_run))
+            heappush(self._heads, (first, self._next_run))
 
     def _forget(self, node: Node) -> None:
+        number = node.id
         node.queued &= ~self.bit
-        del self._nodes[node.id]
-        del self._scores[node.id]
+        del self._nodes[number], self._entries[number]
 
     def _sweep(self) -> None:
         """Drop the dead entries of the oldest run, or of the heap when there is none."""
         if not self._runs:
-            kept = [entry for entry in self._soon if self._lives(*entry)]
-            heapify(kept)
-            self._size += len(kept) - len(self._soon)
-            self._soon = kept
+            soon = self._soon
+            self._size -= len(soon)
+            soon[:] = self._living(soon)
+            heapify(soon)
+            self._size += len(soon)
             return
         number = next(iter(self._runs))
-        (head,) = [head for head in self._heads if head[2] == number]
+        (head,) = [head for head in self._heads if head[1] == number]
         self._heads.remove(head)
         heapify(self._heads)
-        packed = [(head[0].to_bytes(SCORE_BYTES, "big"), head[1]), *self._runs.pop(number).left()]
-        data = b"".join(
-            score + number.to_bytes(8, "big")
-            for score, number in packed
-            if number in self._nodes and self._lives(int.from_bytes(score, "big"), number)
-        )
-        self._size += len(data) // _ENTRY - len(packed)
-        self._add_run(data)
+        had = [head[0], *self._runs.pop(number).left()]
+        kept = self._living(had)
+        self._size += len(kept) - len(had)
+        self._add_run(_Run(kept))
 
-    def _lives(self, score: Score, number: int) -> bool:
-        """Whether an entry counts; a node that is no candidate any more is forgotten."""
-        node = self._nodes.get(number)
-        if node is None or self._scores[number] != score:
-            return False
-        if self.eligible(node):
-            return True
-        self._forget(node)
-        return False
+    def _living(self, had: Iterable[int]) -> list[int]:
+        """The entries that count; a node that is no candidate any more is forgotten."""
+        nodes, entries, eligible, kept = self._nodes, self._entries, self.eligible, list[int]()
+        for entry in had:
+            number = entry & _ID
+            if entries.get(number) == entry:
+                node = nodes[number]
+                if eligible(node):
+                    kept.append(entry)
+                else:
+                    self._forget(node)
+        return kept

@@ -59,7 +59,7 @@ NOTHING = Remembered()
 
 
 _Ghost = tuple[bytes, str, int, int]  # edge, who needed its room, at which use, the mark after it
-_Place = tuple[int, bytes]  # the mark of what comes before, and the first page
+_Place = int  # where an edge begins: the mark after its first page
 
 
 def _mark_within(mark: int, ghost: _Ghost, length: int) -> int:
@@ -89,12 +89,12 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._recent) + len(self._older)
 
-    def note(self, mark: int, edge: bytes, by: str, at: int, end: int = NO_MARK) -> None:
-        """`edge`, after the prefix of `mark`, has left the cache; `end`: the mark after it."""
+    def note(self, place: _Place, edge: bytes, by: str, at: int, end: int = NO_MARK) -> None:
+        """`edge` has left the cache; the mark after its first page is `place`, after all `end`."""
         if not self._half:
             return
         self.any = True
-        self._recent[mark, edge[: self._page_bytes]] = edge, by, at, end
+        self._recent[place] = edge, by, at, end
         self._bytes += len(edge)
         if len(self._recent) >= self._half or self._bytes > self._half_bytes:
             if self._older:
@@ -108,7 +108,7 @@ class Ghosts:
         """
         offset, stop = 0, len(edge)
         while offset < stop:
-            place = mark, edge[offset : offset + self._page_bytes]
+            place = mark_after(mark, edge[offset : offset + self._page_bytes])
             older, recent = self._older.pop(place, None), self._recent.pop(place, None)
             ghost = recent or older
             if ghost is None:
@@ -122,7 +122,8 @@ class Ghosts:
             offset += common
             mark = _mark_within(mark, ghost, common)
             if common < len(was):
-                self.note(mark, was[common:], by, at, end)
+                rest = was[common:]
+                self.note(mark_after(mark, rest[: self._page_bytes]), rest, by, at, end)
         if stop - offset > _MARKED_AT_ONCE:
             return NO_MARK
         return mark_after(mark, edge[offset:]) if offset < stop else mark
@@ -131,7 +132,7 @@ class Ghosts:
         """What is known of `data[start:stop]`, which is not cached after the prefix of `mark`."""
         offset, by, at = start, "", 0
         while offset < stop:
-            place = mark, data[offset : offset + self._page_bytes]
+            place = mark_after(mark, data[offset : offset + self._page_bytes])
             ghost = self._recent.get(place) or self._older.get(place)
             if ghost is None:
                 if self._gone and any(place in gone for gone in self._gone):

@@ -138,11 +138,9 @@ class _JournaledIndex(CandidateIndex):
         super().__init__(bit, score, eligible)
         self._journal = journal
 
-    def pop(self) -> tuple[Score, Node] | None:
-        popped = super().pop()
-        if popped is not None:
-            self._journal.chosen(popped)
-        return popped
+    def take(self, first: tuple[Score, Node]) -> None:
+        super().take(first)
+        self._journal.chosen(first)
 
 
 class _JournaledRadix(Radix):

@@ -146,9 +146,9 @@ class _First(Policy):
         """Hand on to the other policy."""
         self.within.rested(node, now)
 
-    def lost(self, leaf: Node, mark: int, now: int, /) -> None:
+    def lost(self, leaf: Node, place: int, now: int, /) -> None:
         """Hand on to the other policy."""
-        self.within.lost(leaf, mark, now)
+        self.within.lost(leaf, place, now)
 
     def forget(self) -> None:
         """Hand on to the other policy."""

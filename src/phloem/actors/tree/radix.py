@@ -305,20 +305,21 @@ class Radix:
     def remove(self, leaf: Node) -> Node:
         """Take a leaf out and cut its links; its former parent is returned."""
         parent = leaf.parent
-        assert parent is not None and parent.children is not None and leaf.children is None
+        assert parent is not None and leaf.children is None and leaf.host is None
         self.version += 1
-        assert leaf.host is None
-        del parent.children[leaf.edge[: self.page_bytes]]
         if not leaf.page_ids:
             parent.gone_children -= 1
-        if not parent.children:
+        if parent.only is leaf:
             parent.children = parent.only = None
             if parent.parent is None:
                 self.leaves -= 1
         else:
+            children = parent.children
+            assert children is not None
+            del children[leaf.edge[: self.page_bytes]]
             self.leaves -= 1
-            if len(parent.children) == 1:
-                (parent.only,) = parent.children.values()
+            if len(children) == 1:
+                (parent.only,) = children.values()
         leaf.parent = None
         self.nodes -= 1
         self.pages -= len(leaf.page_ids) // ID_BYTES

@@ -116,8 +116,11 @@ class Policy:
     def rested(self, node: Node, now: int, /) -> None:
         """Told of each node, if it `learns`, when a lease that was anchored there ends."""
 
-    def lost(self, leaf: Node, mark: int, now: int, /) -> None:
-        """Told of each leaf that goes for good, if it `learns`; `mark` is of what comes before."""
+    def lost(self, leaf: Node, place: int, now: int, /) -> None:
+        """Told of each leaf that goes for good, if it `learns`.
+
+        `place` is the mark of the prefix up to the end of its first page.
+        """
 
     def forget(self) -> None:
         """Told when all data have gone at once."""

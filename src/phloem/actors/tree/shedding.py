@@ -11,9 +11,9 @@ from phloem.actors.actions import TREE, EvictExcessPathStates, FreeDeviceSlots, 
 from phloem.actors.tree.backing import BackingTree
 from phloem.actors.tree.components import SpanComponent, kv_may_go
 from phloem.actors.tree.core import Actions
-from phloem.actors.tree.ghosts import mark_of
+from phloem.actors.tree.ghosts import mark_after, mark_of
 from phloem.actors.tree.host import HostTier, part_of
-from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
+from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, Node
 from phloem.actors.tree.policies import KEEP, Policy, Score, policy_named
 from phloem.actors.tree.results import Evicted
 from phloem.errors import InvalidRequest
@@ -113,52 +113,55 @@ class SheddingTree(BackingTree):
                 f"{state_bytes} a state"
             )
         self.shared = True
-        gone = Tally(by, [])
+        gone, kv_index, state_index = Tally(by, []), self.kv_index, self.state_index
         if self.spans:
             gone.spans = tuple(self.radix.span_pages)
         while gone.states < states:
-            popped = self.state_index.pop()
+            popped = state_index.pop()
             if popped is None:
                 break
             self._lose_of_state(popped, gone)
-        states = min(states, gone.states)
-        while True:
-            missing = nbytes - gone.pages * page_bytes - (gone.states - states) * state_bytes
-            if missing <= 0:
-                break
-            leaf = self.kv_index.first()
+        missing = nbytes + min(states, gone.states) * state_bytes
+        missing -= gone.pages * page_bytes + gone.states * state_bytes
+        while missing > 0:
+            pages, states = gone.pages, gone.states
+            leaf = kv_index.first()
             below = KEEP if leaf is None else leaf[0]
-            state = self.state_index.first(below) if state_bytes else None
+            state = state_index.first(below) if state_bytes else None
             if state is not None:
-                self.state_index.take(state[1])
+                state_index.take(state)
                 self._lose_of_state(state, gone)
-            elif leaf is not None and leaf[0] != KEEP:
-                self.kv_index.take(leaf[1])
+            elif leaf is not None and below != KEEP:
+                kv_index.take(leaf)
                 self._lose_of_leaf(leaf, -(-missing // page_bytes), gone)
             else:
                 break
+            missing -= (gone.pages - pages) * page_bytes + (gone.states - states) * state_bytes
         return self._evicted(gone)
 
     def _lose_of_leaf(self, popped: tuple[Score, Node], missing: int, gone: Tally) -> None:
         """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
         score, node = popped
-        self.policy.evicted(score, self.now)
-        if not self.policy.rises_only:
+        policy = self.policy
+        policy.evicted(score, self.now)
+        if not policy.rises_only:
             self.kv_index.refresh()
-        if node.state != NO_SLOT and self.policy.apart and missing < node.page_count:
-            self._lose_state(node, gone)
-        if node.state == NO_SLOT and missing < node.page_count:
-            self._lose_tail(node, missing, gone)
-        else:
-            self._lose_kv(node, gone)
+        if (not node.state or policy.apart) and missing < node.page_count:
+            if node.state:
+                self._lose_state(node, gone)
+            if not node.state:
+                self._lose_tail(node, missing, gone)
+                return
+        self._lose_kv(node, gone)
 
     def _lose_of_state(self, popped: tuple[Score, Node], gone: Tally) -> None:
         """A state goes, with its node if that is a leaf."""
         score, node = popped
-        self.policy.evicted(score, self.now)
-        if not self.policy.rises_only:
+        policy = self.policy
+        policy.evicted(score, self.now)
+        if not policy.rises_only:
             self.state_index.refresh()
-        if kv_may_go(node) and not self.policy.apart:
+        if not policy.apart and kv_may_go(node):
             self._lose_kv(node, gone)
         else:
             self._lose_state(node, gone)
@@ -198,7 +201,8 @@ class SheddingTree(BackingTree):
             cut = self.radix.cut_tail(node, count)
             gone.actions.append(FreeDeviceSlots("kv", cut, TREE))
             gone.actions.extend(cuts)
-            self.ghosts.note(mark_of(node), tail, gone.by, self.now)
+            place = mark_after(mark_of(node), tail[: self.radix.page_bytes])
+            self.ghosts.note(place, tail, gone.by, self.now)
             self.kv_index.push(node)
             gone.pages += count
         else:
@@ -210,8 +214,9 @@ class SheddingTree(BackingTree):
         """A node loses its device KV with its state: to the host where possible, else for good."""
         host = self.host
         if host is None:
-            gone.pages += node.page_count
-            gone.states += node.state != NO_SLOT
+            gone.pages += len(node.page_ids) // ID_BYTES
+            if node.state:
+                gone.states += 1
             self._drop_leaf(node, gone.actions, gone.by)
         elif self._waits_for_copies(node):
             self._copy_first(host, node, gone)
@@ -351,24 +356,27 @@ class SheddingTree(BackingTree):
         if leaf.sessions:
             self.sessions.recede(leaf)
         if leaf.page_ids:
-            actions.append(FreeDeviceSlots("kv", leaf.pages, TREE))
-        if leaf.state != NO_SLOT:
+            actions.append(FreeDeviceSlots("kv", array("i", leaf.page_ids), TREE))
+        if leaf.state:
             actions.append(FreeDeviceSlots("state", array("i", (leaf.state,)), TREE))
         if self.spans:
             self._free_spans(leaf, actions)
-        stamp = leaf.stamp
         parent = self.radix.remove(leaf)
         self._note_lost(leaf, parent, by)
-        if stamp > parent.stamp:
-            parent.stamp = stamp
+        if leaf.stamp > parent.stamp:
+            parent.stamp = leaf.stamp
         self._after_loss_below(parent, actions)
 
     def _note_lost(self, leaf: Node, parent: Node, by: str) -> None:
         """What has gone for good is remembered, to explain misses and for policies that learn."""
-        mark = mark_of(parent)
-        self.ghosts.note(mark, leaf.edge, by, self.now, leaf.mark)
+        mark, now = parent.mark, self.now
+        if mark == NO_MARK:
+            mark = mark_of(parent)
+        edge = leaf.edge
+        place = mark_after(mark, edge[: self.radix.page_bytes])
+        self.ghosts.note(place, edge, by, now, leaf.mark)
         if self.policy.learns:
-            self.policy.lost(leaf, mark, self.now)
+            self.policy.lost(leaf, place, now)
 
     def _after_loss_below(self, parent: Node, actions: Actions) -> None:
         """A child of `parent` has gone: it may be a candidate, a chain, or an empty root now."""
