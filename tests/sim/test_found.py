@@ -292,6 +292,7 @@ def test_who_waits_behind_a_refused_backup_is_not_asked_for_whenever_others_are(
         2948,  # a reset did not end the wait for the room of a load
         4451,  # backups to a dead engine were planned for ever
         4112,  # a refused backup let its node go while another copy read it
+        7424,  # at the end, the release of a lease behind a hang was not waited for
     ],
 )
 def test_seeds_that_once_failed(seed: int) -> None:

@@ -50,6 +50,7 @@ __all__ = [
 T = TypeVar("T")
 
 _PATIENCE_S = 86_400.0
+_NEWS = 100  # looks, while nothing but news can still be on its way
 _COLLECT_STEPS = 200_000  # garbage is collected at these steps only, so that finalisers repeat
 
 
@@ -278,14 +279,16 @@ class Simulation:
     async def _settle(self, core: Core) -> None:
         """Wait until nothing is in flight, at most a quarter of an hour.
 
-        A hang ends after seconds, news of fences sooner; but copies that hang queue up.
+        A hang ends after seconds, but copies that hang queue up. News of its end comes to each who
+        waits for it by itself: leases that were given up behind it may end a little later.
         """
+        quiet = 0  # looks in a row
         for number in range(10_000):
             pools = core.ledger.pools
             busy = core.transfer.in_flight + core.domain.queued + sum(p.parked for p in pools)
             busy += len(core.tree.operations)
-            late = number < 100 and bool(core.tree.leases.live)  # given up behind a fence
-            if not busy and not late and not core.tree.sweeping:
+            quiet = 0 if busy or core.tree.sweeping else quiet + 1
+            if quiet and (quiet > _NEWS or not core.tree.leases.live):
                 return
             await asyncio.sleep(0.01 if number < 1_000 else 0.1)
 
