@@ -134,15 +134,17 @@ class TokenKey:
 def _to_bytes(tokens: Tokens) -> bytes:
     if isinstance(tokens, TokenKey):
         return tokens.data
-    if not isinstance(tokens, (list, tuple, array)):
+    if not isinstance(tokens, (list, tuple)):
         numbers = _as_numpy(tokens)
         if numbers is not None:
             return _numpy_bytes(numbers)
         tokens = _as_list(tokens)
+    # Of all ways to read numbers of Python this is the fastest: "i" takes three times as long.
+    words, ids = array("I"), cast("list[int]", tokens)
     try:
-        words = array("I", cast("Sequence[int]", tokens))  # read almost three times as fast as "i"
+        words.fromlist(ids if isinstance(tokens, list) else list(ids))
     except (OverflowError, TypeError):
-        raise _bad_token(cast("Sequence[object]", tokens)) from None
+        raise _bad_token(ids) from None
     if words and int(np.frombuffer(words, "u4").max()) > _TOKEN_MAX:
         raise _bad_token(words)
     if not _LITTLE:
@@ -154,7 +156,7 @@ def _as_numpy(tokens: object) -> npt.NDArray[np.generic] | None:
     """The tokens as a numpy array when they offer a buffer of numbers, else None."""
     if isinstance(tokens, np.ndarray):
         return cast("npt.NDArray[np.generic]", tokens)
-    if hasattr(tokens, "__array__") or isinstance(tokens, memoryview):
+    if hasattr(tokens, "__array__") or isinstance(tokens, (array, memoryview)):
         try:
             return cast("npt.NDArray[np.generic]", np.asarray(tokens))
         except (TypeError, ValueError, RuntimeError) as error:  # a tensor on another device
