@@ -151,9 +151,9 @@ class Leases:
         anchor = lease.anchor
         if now:
             anchor.state_stamp = now
-        left = anchor.state_leases = anchor.state_leases - 1
-        assert left >= 0
-        if not left and not former:
+        anchor.state_leases -= 1
+        assert anchor.state_leases >= 0
+        if not anchor.state_leases and not former:
             if anchor.state:
                 self.states_protected -= 1
                 self._state_index.push(anchor)
