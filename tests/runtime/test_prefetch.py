@@ -149,10 +149,13 @@ def test_without_a_loop() -> None:
         assert cache.prefetch(PROMPT) == 0
 
 
-def test_its_copy_goes_behind_what_requests_wait_for() -> None:
-    """In virtual time: a load that waits on the link is overtaken, so it costs nobody anything."""
-    layers = 4
-    layout = ModelLayout.attention_only(layers=layers, kv_heads=1, head_dim=4096, kv_dtype="int64")
+@pytest.mark.parametrize("joined", [False, True])
+def test_its_copy_goes_behind_what_requests_wait_for(joined: bool) -> None:
+    """In virtual time: a load that waits on the link is overtaken, so it costs nobody anything.
+
+    Unless a request joins it: then it is as urgent as any.
+    """
+    layout = ModelLayout.attention_only(layers=4, kv_heads=1, head_dim=4096, kv_dtype="int64")
     config = CacheConfig(
         layout=layout, page_size=PAGE, device_pages=64, device_states=0, host_bytes="64MiB"
     )
@@ -195,10 +198,16 @@ def test_its_copy_goes_behind_what_requests_wait_for() -> None:
             ahead = asyncio.create_task(cache.prefetch(prompts[1]))
             await asyncio.sleep(0)
             urgent = await cache.open_request(prompts[2])
+            joins = await cache.open_request(prompts[1]) if joined else None
             took = await asyncio.gather(wait_for(running), wait_for(urgent))
-            # The prefetch was asked for before the second one, and goes behind it.
-            assert took[0] <= alone < took[1] <= 2 * alone
-            assert not ahead.done()
+            # The prefetch was asked for before the second one.
+            if joins is None:
+                assert took[0] <= alone < took[1] <= 2 * alone
+                assert not ahead.done()
+            else:
+                assert took[0] <= alone and 2 * alone < took[1] <= 3 * alone
+                assert await wait_for(joins) == 0
+                joins.abort()
             assert await ahead == END
             for request in (running, urgent):
                 request.abort()

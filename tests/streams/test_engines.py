@@ -210,14 +210,15 @@ class TestOrder:
         apply(follows.batch.items[0], images)
         assert bench.untouched(images)
 
-    async def test_priority_then_age_among_the_ready(self, bench: Bench) -> None:
+    @pytest.mark.parametrize("hasten", [False, True])
+    async def test_priority_then_age_among_the_ready(self, bench: Bench, hasten: bool) -> None:
         order: list[str] = []
         fence, engine = Fence(), bench.engine(lambda ticket, _: order.append(ticket.batch.label))
         tickets = [
             engine.submit(
                 CopyBatch("d2h", (backup(bench, [n], [n]),), (fence,), priority=p, label=f"{p}{n}")
             )
-            for n, p in enumerate([1, 0, 1, 0, 2], start=1)
+            for n, p in enumerate([1, 0, 1, 0, 2, 2], start=1)
         ]
         hold = threading.Event()
         if bench.kind not in VIRTUAL:  # else the worker runs the first before the next is ready
@@ -227,11 +228,20 @@ class TestOrder:
             )
         await asyncio.sleep(0.02)
         order.clear()
+        if hasten:
+            engine.hasten(tickets[4])  # which still waits for the fence
         fence.mark_passed()
+        if hasten:
+            engine.hasten(tickets[5])
+            engine.hasten(tickets[1])  # which is urgent as it is
         hold.set()
         await engine.drain()
         assert all(ticket.done for ticket in tickets)
-        assert order[::LAYERS] == ["02", "04", "11", "13", "25"]
+        in_order = ["02", "04", "11", "13", "25", "26"]
+        assert order[::LAYERS] == (
+            [*in_order[:2], *in_order[4:], *in_order[2:4]] if hasten else in_order
+        )
+        engine.hasten(tickets[0])  # which is over
 
 
 class TestWhatAFailureSpares:

@@ -60,8 +60,18 @@ MUTANTS = [
     ),
     Mutant(
         "age before priority", "dispatch.py",
-        "key = (ticket.batch.priority, ticket.seq)", "key = (0, ticket.seq)",
+        "key = (ticket.priority, ticket.seq)", "key = (0, ticket.seq)",
         "test_engines.py::TestOrder::test_priority_then_age_among_the_ready",
+    ),
+    Mutant(
+        "a copy for which somebody waits stays behind", "dispatch.py",
+        "ticket.priority = min(0, ticket.priority)", "pass",
+        "test_engines.py::TestOrder::test_priority_then_age_among_the_ready",
+    ),
+    Mutant(
+        "ranks do not hear for what somebody waits", "ranks.py",
+        "if ticket.seq in self._joints and ticket.batch.priority > 0:", "if False:",
+        "test_ranks.py::test_every_rank_hears_for_which_copy_somebody_waits",
     ),
     Mutant(
         "waiters before the outcome", "engine.py",

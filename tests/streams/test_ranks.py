@@ -57,9 +57,12 @@ class Bed:
         after: tuple[Fence | Ticket, ...] = (),
         requires: tuple[Ticket, ...] = (),
         by_layer: bool = False,
+        priority: int = 0,
         label: str = "",
     ) -> Ticket:
-        batch = CopyBatch(channel, (item,), after, requires, by_layer=by_layer, label=label)
+        batch = CopyBatch(
+            channel, (item,), after, requires, by_layer=by_layer, priority=priority, label=label
+        )
         return self.head.submit(batch)
 
     def on_rank(self, rank: int, copy: Ticket) -> Ticket:
@@ -114,6 +117,18 @@ def test_f082_every_rank_is_sent_the_same_in_one_order(bed: Bed) -> None:
     orders = [pickle.loads(data) for data in first]
     assert [order.number for order in orders] == [1, 2, 3]
     assert [order.copy for order in orders if isinstance(order, Submit)] == [1, 2, 0]
+
+
+def test_every_rank_hears_for_which_copy_somebody_waits(bed: Bed) -> None:
+    bulk = [bed.submit("d2h", bed.backup(n, n), priority=1) for n in range(1, 5)]
+    bed.run_until(lambda: all(copy.seq in bed.ranks.ranks[1]._tickets for copy in bulk))
+    assert not bed.on_rank(1, bulk[0]).done, "it has the link, and the others wait for it"
+    bed.head.hasten(bulk[3])
+    ended: list[int] = []
+    for copy in bulk:
+        bed.on_rank(1, copy).add_done_callback(lambda one: ended.append(one.seq))
+    bed.clock.run()
+    assert ended == [0, 3, 1, 2]
 
 
 def test_each_rank_waits_for_its_own_part_only(bed: Bed) -> None:

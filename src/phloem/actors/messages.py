@@ -394,6 +394,12 @@ class CopyAfter(Message, frozen=True, gc=False, eq=False):
     behind: int = 0
 
 
+class Hasten(Message, frozen=True, gc=False, eq=False):
+    """Somebody waits for the copy of this operation now, which nobody did before."""
+
+    op: int
+
+
 class AwaitFences(Message, frozen=True, gc=False, eq=False):
     """Answered when all of these have passed."""
 

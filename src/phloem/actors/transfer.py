@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 from phloem.actors.actions import BackupToHost, ClearState, CopyState, LoadToDevice, Places
 from phloem.actors.domain import LATER, Actor, Domain, Handlers
-from phloem.actors.messages import AwaitFences, Copied, CopyAfter, StateWritten, TimedOut, Written
+from phloem.actors.messages import (
+    AwaitFences,
+    Copied,
+    CopyAfter,
+    Hasten,
+    StateWritten,
+    TimedOut,
+    Written,
+)
 from phloem.cuda_streams.dispatch import waited_for
 from phloem.cuda_streams.engine import (
     Channel,
@@ -94,6 +102,7 @@ class TransferActor:
             Written: self._on_written,
             BackupToHost: self._on_backup,
             LoadToDevice: self._on_load,
+            Hasten: self._on_hasten,
             AwaitFences: self._on_await_fences,
         }
 
@@ -152,6 +161,10 @@ class TransferActor:
         priority = _IDLE if action.idle else 0
         batch = self._batch(action.op, "load", items, (), "h2d", by_layer=True, priority=priority)
         self._submit(action.op, "load", ((0, batch),), pages=pages, states=states)
+
+    def _on_hasten(self, message: Hasten) -> None:
+        for _, ticket in self.tickets_of(message.op):
+            self._engine.hasten(ticket)
 
     def _between(self, part: Places, *, to_host: bool) -> Copy:
         assert self._host is not None

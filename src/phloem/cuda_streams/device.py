@@ -120,7 +120,7 @@ class DeviceEngine(Dispatcher):
     def _launch(self, ticket: Ticket) -> None:
         batch = ticket.batch
         bulk, urgent = self._launched[batch.channel]
-        (bulk if batch.priority > 0 else urgent).add(ticket.seq)
+        (bulk if ticket.priority > 0 else urgent).add(ticket.seq)
         mover, events, remains = self._movers[batch.channel], list[object](), Remains(batch)
         layered = [item for item in batch.items if batch.by_layer and mover.can_layer(item)]
         error = self.attempt(ticket, 0, partial(self._begin, ticket, layered))

@@ -75,6 +75,18 @@ class Dispatcher(ABC):
         self._unblock(ticket)
         return ticket
 
+    def hasten(self, ticket: Ticket) -> None:
+        """See `CopyEngine.hasten`."""
+        with self._lock:
+            queued = (ticket.priority, ticket.seq)
+            ticket.priority = min(0, ticket.priority)
+            ready = self._ready[ticket.batch.channel]
+            if queued in ready:
+                ready.remove(queued)
+                heapq.heapify(ready)
+                self._push(ticket)
+        self._woken(ticket.batch.channel)
+
     def inflight_bytes(self, channel: Channel | None = None) -> int:
         """Bytes of the tickets that are not done, of one channel or of all."""
         with self._lock:
@@ -206,7 +218,7 @@ class Dispatcher(ABC):
             self._woken(channel)
 
     def _push(self, ticket: Ticket) -> None:
-        key = (ticket.batch.priority, ticket.seq)
+        key = (ticket.priority, ticket.seq)
         heapq.heappush(self._ready[ticket.batch.channel], key)
 
     def _pop(self, channel: Channel) -> Ticket | None:

@@ -64,6 +64,7 @@ class Ticket:
         self.quiesced = Fence(post, f"copy {seq}")
         self.placed = Fence(post, f"launch of copy {seq}")
         self.cancel_asked = False
+        self.priority = batch.priority  # see `CopyEngine.hasten`
         # Nanoseconds of the engine's clock, None until it is so (`started_ns`: or for ever).
         self.submitted_ns: int | None = None
         self.started_ns: int | None = None
@@ -242,6 +243,10 @@ class CopyEngine(Protocol):
         Raises EngineDead when the device is lost and RuntimeClosed after `close`; nothing is
         queued then. (Bad descriptors raise InvalidRequest when the batch is made.)
         """
+        ...
+
+    def hasten(self, ticket: Ticket) -> None:
+        """Somebody waits for a ticket now: unless it runs, it is as urgent as priority 0."""
         ...
 
     def inflight_bytes(self, channel: Channel | None = None) -> int:

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 from phloem.cuda_streams.batches import Channel
 
 __all__ = [
-    "Answer", "Cancel", "Close", "CopyLanded", "Ended", "Finished", "Item", "Mark", "Order", "Pass",
-    "PassOver", "Progress", "Submit",
+    "Answer", "Cancel", "Close", "CopyLanded", "Ended", "Finished", "Hasten", "Item", "Mark",
+    "Order", "Pass", "PassOver", "Progress", "Submit",
 ]  # fmt: skip
 
 
@@ -82,13 +82,21 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Hasten:
+    """Somebody waits for a copy now: those of a positive priority come after it."""
+
+    number: int
+    copy: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """No order will follow."""
 
     number: int
 
 
-Order: TypeAlias = Submit | Cancel | Close
+Order: TypeAlias = Submit | Cancel | Hasten | Close
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from phloem.cuda_streams.orders import (
     CopyLanded,
     Ended,
     Finished,
+    Hasten,
     Item,
     Mark,
     Order,
@@ -86,6 +87,10 @@ class Rank:
                 ticket = self._tickets.get(order.copy)
                 if ticket is not None:
                     ticket.cancel()
+            case Hasten():
+                ticket = self._tickets.get(order.copy)
+                if ticket is not None:
+                    self._engine.hasten(ticket)
             case Close():
                 self._engine.close()
         self._received = order.number

@@ -24,6 +24,7 @@ from phloem.cuda_streams.orders import (
     CopyLanded,
     Ended,
     Finished,
+    Hasten,
     Item,
     Mark,
     Order,
@@ -155,7 +156,7 @@ class RankedEngine(Dispatcher):
                 after=marks,
                 requires=tuple(needed.seq for needed in batch.requires if not needed.done),
                 by_layer=batch.by_layer,
-                priority=batch.priority,
+                priority=ticket.priority,
                 label=batch.label,
                 oldest_copy=oldest_copy,
                 oldest_step=oldest_step,
@@ -214,6 +215,12 @@ class RankedEngine(Dispatcher):
         if len(joint.ended) == len(self._wires):
             del self._joints[answer.copy]
             self.finish(joint.ticket, _verdict(joint))
+
+    def hasten(self, ticket: Ticket) -> None:
+        """See `CopyEngine.hasten`."""
+        super().hasten(ticket)
+        if ticket.seq in self._joints and ticket.batch.priority > 0:
+            self._send(Hasten(self._sent + 1, ticket.seq))
 
     def _cancel(self, joint: _Joint) -> None:
         if not joint.cancel_sent and len(joint.ended) < len(self._wires):

@@ -131,7 +131,7 @@ class TreeActor:
         self._copies.connect(transfer)
         self._host_allocator = host_allocator
         if self.tiers is not None and host_allocator is not None:
-            self.tiers.connect(host_allocator)
+            self.tiers.connect(host_allocator, transfer)
         if self.border is not None:
             self.border.connect(allocator, transfer)
 

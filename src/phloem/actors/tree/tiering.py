@@ -48,7 +48,7 @@ class Tiering:
         self._opens_at: int | None = None
         self._clock = clock  # milliseconds
         self._given_up: set[int] = set()  # operations whose copies take too long
-        self._idle: set[int] = set()  # loads that wait for their room, and nobody for them
+        self._idle: set[int] = set()  # loads for which nobody waits
         self._tell = tell
         self._let_waiters_retry = let_waiters_retry
         self._tree_actor = tree_actor
@@ -57,6 +57,7 @@ class Tiering:
         self._ledgers = {"device": device, "host": host}
         self._dispatch = dispatch
         self._host_allocator: Actor | None = None
+        self._transfer: Actor | None = None
         self._costs: Costs | None = None  # None: what the host has is loaded
         # By operation: leases whose holders are answered when it is known whether there is room.
         self._answers: dict[int, list[tuple[Lease, Match, Reply]]] = {}
@@ -68,9 +69,10 @@ class Tiering:
             m.AwaitLoad: self._on_await_load,
         }
 
-    def connect(self, host_allocator: Actor) -> None:
-        """Say who gives room on the host."""
+    def connect(self, host_allocator: Actor, transfer: Actor) -> None:
+        """Say who gives room on the host, and who copies."""
         self._host_allocator = host_allocator
+        self._transfer = transfer
 
     @property
     def host_ledger(self) -> Ledger:
@@ -127,6 +129,8 @@ class Tiering:
             actions = [_at_once(action, idle=idle) for action in actions]
         if idle and any(isinstance(a, Reserve) and a.tier == "device" for a in actions):
             self._idle.add(number)
+        elif not idle and self._idle:
+            self._hasten(lease)
         self._dispatch(actions)
         self.look_again()
         operation = self._tree.operations.live.get(number)
@@ -139,6 +143,13 @@ class Tiering:
         reply.on_abandoned = lambda: self._domain.send(tree_actor, m.Release(lease))
         self._answers.setdefault(number, []).append((lease, match, reply))
         return LATER
+
+    def _hasten(self, lease: Lease) -> None:
+        """Somebody waits now for loads for which nobody did."""
+        assert self._transfer is not None
+        for number in self._idle.intersection(self._tree.loads_of(lease)):
+            self._idle.discard(number)
+            self._domain.send(self._transfer, m.Hasten(number))
 
     def look_again(self) -> None:
         """Who waits for room that was promised hears when a lease just taken keeps it."""
@@ -157,7 +168,6 @@ class Tiering:
     def _on_reserved(self, message: m.Reserved) -> None:
         actions = self._tree.reserved(message.op, message.account, message.pages, message.states)
         if message.op in self._idle:
-            self._idle.discard(message.op)
             actions = [
                 structs.replace(action, idle=True) if isinstance(action, LoadToDevice) else action
                 for action in actions
@@ -177,6 +187,7 @@ class Tiering:
         """The copy of an operation has ended."""
         error = message.error
         late = message.op in self._given_up
+        self._idle.discard(message.op)
         self._given_up.discard(message.op)
         rows_ok = error.rows_ok if isinstance(error, CopyFailed) else 0
         ended, actions = self._tree.copied(message.op, error is None, pages_ok=rows_ok)
