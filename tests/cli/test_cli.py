@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,12 @@ def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) ->
     found = msgspec.json.decode(capsys.readouterr().out)
     assert found["packages"]["torch"] == torch.__version__
     assert found["cpus"] >= found["cpus_usable"] >= 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"phloem {metadata.version('phloem')}\n"
 
 
 def test_python_m_phloem(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from phloem.errors import InvalidRequest
-from phloem.runtime.environment import Environment, look
+from phloem.runtime.environment import Environment, look, version_of
 
 __all__ = ["main"]
 
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phloem", description="A cache of prompt prefixes for hybrid language models."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version_of('phloem')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     json_option = argparse.ArgumentParser(add_help=False)
     json_option.add_argument(

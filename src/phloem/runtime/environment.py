@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-__all__ = ["Environment", "look"]
+__all__ = ["Environment", "look", "version_of"]
 
 _PACKAGES = (
     *("phloem", "torch", "numpy", "anyio", "structlog", "msgspec", "uvloop"),
@@ -39,7 +39,7 @@ class Environment(msgspec.Struct, frozen=True):
 
 def look() -> Environment:
     """Look at the machine this process runs on."""
-    packages = {name: _version(name) for name in _PACKAGES}
+    packages = {name: version_of(name) for name in _PACKAGES}
     packages["torch"] = str(torch.__version__)  # with the build, which metadata may lack: +cu130
     return Environment(
         packages=packages,
@@ -59,7 +59,8 @@ def look() -> Environment:
     )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
