@@ -477,8 +477,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a grant that nobody heard of is kept",
         CORE,
-        "        if not self.stopped:\n            self.domain.send(\n                self.alloc",
-        "        if self.stopped:\n            self.domain.send(\n                self.alloc",
+        "if not self.stopped and not nothing:",
+        "if self.stopped:",
     ),
 )
 

@@ -189,6 +189,20 @@ async def test_a_release_after_a_cancelled_insert_gives_back_what_is_left() -> N
         await cache.audit()
 
 
+@pytest.mark.parametrize("pages", [0, 3])
+async def test_a_grant_that_nobody_heard_of_is_undone_whatever_is_in_it(pages: int) -> None:
+    """A grant of nothing has no account; giving it back broke the runtime."""
+    async with CacheRuntime(_config(inline=False)) as cache:
+        asks = asyncio.create_task(cache.allocate(pages=pages, owner="o"))
+        await asyncio.sleep(0)  # it is queued now
+        cache.core.domain.drain()
+        asks.cancel()  # the answer is there, and not heard
+        await asyncio.gather(asks, return_exceptions=True)
+        assert asks.cancelled()
+        await cache.audit()
+        assert cache.stats().kv.free == 16
+
+
 def _with_host(**changes: object) -> CacheConfig:
     return _config(host_bytes="1MiB", write_policy="write_back", **changes)
 

@@ -265,7 +265,8 @@ class Core:
 
     def _undo_grant(self, answer: object) -> None:
         grant = _granted(answer)
-        if not self.stopped:
+        nothing = not (grant.pages or grant.states or any(grant.spans))  # and maybe no account
+        if not self.stopped and not nothing:
             self.domain.send(
                 self.allocator,
                 m.GiveBack(grant.account, grant.pages, grant.states, (), grant.spans),
