@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from phloem import CacheConfig, CacheRuntime, ModelLayout
+from phloem import CacheConfig, CacheRuntime, KVSpec, LayerSpec, ModelLayout
 
 LEAVES = 1000
 
@@ -34,6 +34,26 @@ async def test_others_have_their_turns_while_very_much_is_evicted() -> None:
         assert (await evicting).pages == LEAVES
         assert len(set(seen)) >= 4, "one slice at a time"
         assert cache.stats().kv.free == cache.stats().kv.size
+        await cache.audit()
+
+
+@pytest.mark.parametrize("windows", [0, 1, 256, 257, 700, LEAVES])
+async def test_windows_are_evicted_in_slices_too(windows: int) -> None:
+    sliding = LayerSpec(kv=KVSpec((1, 1), (1, 1), kept="window:2"))
+    layout = ModelLayout((LayerSpec(kv=KVSpec((1, 1), (1, 1))), sliding))
+    spans = {"window": LEAVES}
+    async with CacheRuntime(
+        CacheConfig(layout=layout, page_size=2, device_pages=LEAVES, device_spans=spans)
+    ) as cache:
+        for first in range(LEAVES):
+            grant = await cache.allocate(pages=1, spans={"window": 1})
+            window = {"window": grant.spans[0]}
+            await cache.insert([first, first], pages=grant.pages, spans=window)
+        turns = cache.core.domain.turns
+        gone = await cache.evict(spans={"window": windows})
+        assert sum(gone.spans) == windows
+        assert cache.core.domain.turns - turns >= windows // 256
+        assert cache.stats().spans["window"].tree == LEAVES - windows
         await cache.audit()
 
 

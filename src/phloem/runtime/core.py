@@ -245,23 +245,29 @@ class Core:
         A cancelled caller leaves evicted what has been evicted.
         """
         pages, states = integer("pages", pages), integer("states", states)
+        counts = self.span_counts(spans)
         total = Evicted(0, 0)
-        if counts := self.span_counts(spans):
-            gone = await self.domain.call(self.tree_actor, m.Evict(0, 0, counts))
-            assert isinstance(gone, Evicted)
+        while any(counts):
+            counts_now = tuple(min(count, _SLICE) for count in counts)
+            gone = await self._evict_at_once(m.Evict(0, 0, counts_now))
             total = total.plus(gone)
+            counts = tuple(map(_left, counts, counts_now, gone.spans))
+            await self.domain.pause()
         while True:
             pages_now = min(pages, _SLICE)
             states_now = min(states, _SLICE) if pages <= _SLICE else 0  # states that go along count
-            message = m.Evict(pages_now, states_now)
-            gone = await self.domain.call(self.tree_actor, message)
-            assert isinstance(gone, Evicted)
+            gone = await self._evict_at_once(m.Evict(pages_now, states_now))
             total = total.plus(gone)
             pages = _left(pages, pages_now, gone.pages + gone.pages_promised)
             states = _left(states, states_now, gone.states + gone.states_promised)
             if not pages and not states:
                 return total
             await self.domain.pause()
+
+    async def _evict_at_once(self, message: m.Evict) -> Evicted:
+        gone = await self.domain.call(self.tree_actor, message)
+        assert isinstance(gone, Evicted)
+        return gone
 
     def _undo_grant(self, answer: object) -> None:
         grant = _granted(answer)
