@@ -135,8 +135,9 @@ class Ghosts:
             place = mark_after(mark, data[offset : offset + self._page_bytes])
             ghost = self._recent.get(place) or self._older.get(place)
             if ghost is None:
-                if self._gone and any(place in gone for gone in self._gone):
-                    return Remembered(offset - start, by, at, forgotten=True)
+                for gone in self._gone:
+                    if place in gone:
+                        return Remembered(offset - start, by, at, forgotten=True)
                 break
             edge, noted_by, noted_at, end = ghost
             if offset == start:
