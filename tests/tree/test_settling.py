@@ -95,6 +95,17 @@ def test_room_that_is_there_in_any_case_needs_no_counting() -> None:
     assert not world.tree.can_evict(7, 0) and not world.tree.leases.unsettled
 
 
+def test_no_more_than_a_few_are_ever_unsettled() -> None:
+    world = World(pages=400, states=200, check_each=False)
+    for first in range(100):
+        world.publish([first, first, first])
+        world.pin([first, first, first])
+    assert len(world.tree.leases.unsettled) == 64
+    assert world.tree.leases.pages_protected == 36 * 3
+    audit_tree(world.tree)
+    assert world.tree.figures().pages_protected == 300
+
+
 def test_a_lease_that_is_counted_stays_so_when_it_moves() -> None:
     world = World(check_each=False)
     world.publish(run(1, 2))

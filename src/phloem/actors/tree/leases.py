@@ -26,6 +26,8 @@ from phloem.actors.tree.sessions import Session
 
 __all__ = ["Lease", "Leases", "protected"]
 
+_UNSETTLED_MAX = 64  # so that to settle them all never takes long
+
 
 def protected(node: Node) -> bool:
     """True while the node's KV must stay; above an unsettled node only once that is settled."""
@@ -234,8 +236,11 @@ class Leases:
         if self._host is not None:
             self._count(node)
         else:
-            self.unsettled[node.id] = node
+            unsettled = self.unsettled
+            unsettled[node.id] = node
             self.unsettled_tokens += node.end
+            if len(unsettled) > _UNSETTLED_MAX:
+                self._count(next(iter(unsettled.values())))
 
     def _count(self, node: Node) -> None:
         """A protected node is counted by its parent, and that by its own, if they are not yet."""
