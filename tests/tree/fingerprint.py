@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tree.naive import Compared
 
 from phloem.actors.tree import Lease, Tree
-from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.eviction import _ID_BITS, CandidateIndex
 from phloem.actors.tree.node import NO_SLOT, Node
 
 Ranks = dict[int, int]
@@ -110,6 +110,7 @@ def fingerprint(both: Compared) -> bytes:
             for place, waiting in tree.running._at.items()
         ),
         tree.generation,
+        tree.sweeping,
         [ids[node.id] for node, _ in tree.former._frames],
         sorted(
             (place, edge, end)
@@ -133,12 +134,10 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, index: CandidateIndex) -> _Layout:
-        runs = (
-            [(int.from_bytes(score, "big"), number) for score, number in run.left()]
-            for run in index._runs.values()
-        )
-        valid = sorted((score, number) for number, score in index._scores.items())
-        return cls([sorted(index._soon), sorted(head[:2] for head in index._heads), valid, *runs])
+        heap, heads = sorted(index._soon), sorted(entry for entry, _ in index._heads)
+        runs = (run.left() for run in index._runs.values())
+        parts = (heap, heads, sorted(index._entries.values()), *runs)
+        return cls([[divmod(entry, 1 << _ID_BITS) for entry in part] for part in parts])
 
     def entries(self) -> Iterator[tuple[int, int]]:
         return (entry for part in self.parts for entry in part)

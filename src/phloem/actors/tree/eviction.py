@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from phloem.actors.tree.node import Node
 from phloem.actors.tree.policies import SCORE_BYTES, Score
 
-__all__ = ["CandidateIndex"]
+__all__ = ["CandidateIndex", "Remains"]
 
 _ENTRIES, _SLACK = 3, 64  # an index is swept when it has so many for each live one, and these
 _REFRESHED = 1 << 13  # so many, through the candidates there are, are scored anew for each victim
@@ -28,6 +28,8 @@ _REFRESHED_FEW = _REFRESHED // _REFRESHED_MIN
 _ID_BITS = 64
 _ID = (1 << _ID_BITS) - 1
 _ENTRY = SCORE_BYTES + _ID_BITS // 8
+
+Remains = list[dict[int, Node] | dict[int, int]]  # of candidates, by node id
 
 
 class _Run:
@@ -69,6 +71,8 @@ class CandidateIndex:
         self.score = score
         self.eligible = eligible
         self._expiring: list[tuple[int, int, Node]] = []
+        self._nodes: dict[int, Node] = {}
+        self._entries: dict[int, int] = {}  # the one of each node that counts
         self.clear()
 
     def __len__(self) -> int:
@@ -189,17 +193,18 @@ class CandidateIndex:
             if self.eligible(node):
                 self.push(node)
 
-    def clear(self) -> None:
-        """Forget everything: the tree was reset."""
+    def clear(self) -> Remains:
+        """Forget everything: the tree was reset. To let go of what is returned takes long."""
+        remains: Remains = [self._nodes, self._entries]
         self._expiring.clear()
-        self._nodes: dict[int, Node] = {}
-        self._entries: dict[int, int] = {}  # the one of each node that counts
+        self._nodes, self._entries = {}, {}
         self._round: list[int] = []
         self._soon: list[int] = []  # a heap
         self._heads: list[tuple[int, int]] = []  # a heap: the next entry of each run
         self._runs: dict[int, _Run] = {}
         self._next_run = 0
         self._size = 0
+        return remains
 
     def entries(self) -> Iterator[tuple[Score, Node]]:
         """Every entry whose node is known, in no order; for audits."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from phloem.actors.actions import TREE, Action, FreeDeviceSlots, FreeHostSlots
 from phloem.actors.tree.components import SpanComponent
+from phloem.actors.tree.eviction import Remains
 from phloem.actors.tree.host import HostTier
 from phloem.actors.tree.leases import protected
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, Node
@@ -54,24 +55,29 @@ class Former:
         # A depth-first walk, suspended: each node with the children that have to stay.
         self._frames: list[tuple[Node, dict[bytes, Node]]] = []
         self._released: list[Node] = []
+        self._remains: Remains = []  # to be let go of a little at a time
 
     @property
     def unfinished(self) -> bool:
         """True while `sweep` has something to do."""
-        return bool(self._frames or self._released or self._owed)
+        return bool(self._frames or self._released or self._owed or self._remains)
 
     def take_over(self, radix: Radix, host: HostTier | None) -> None:
         """Take all that a generation which has just ended holds; both start empty."""
         if host is not None:
             self.host_pages += host.pages
             self.host_states += host.states
-            host.clear()
+            self.let_go(host.clear())
         self.nodes += radix.nodes
         self.pages += radix.pages
         self.states += radix.states
         for number, pages in enumerate(radix.span_pages):
             self.span_pages[number] += pages
         self._frames.extend((root, {}) for root in radix.detach_roots())
+
+    def let_go(self, remains: Remains) -> None:
+        """Let go of these together with the nodes, of which there are hardly fewer."""
+        self._remains.extend(filter(None, remains))
 
     def owe(self, actions: list[Action]) -> None:
         """Carry these out with the next part that is taken apart."""
@@ -85,6 +91,9 @@ class Former:
         """Take apart up to `limit` nodes; their slots go back by action."""
         freed = _Freed(self._spans)
         frames = self._frames
+        for known in self._remains:
+            for _ in range(min(limit, len(known))):
+                known.popitem()
         while frames and limit > 0:
             limit -= 1
             self._step(frames, freed)
@@ -93,6 +102,8 @@ class Former:
             self._upwards(self._released.pop(), freed)
         actions, self._owed = self._owed, []
         actions.extend(freed.actions())
+        if not frames:
+            self._remains.clear()
         return actions
 
     def _step(self, frames: list[tuple[Node, dict[bytes, Node]]], freed: _Freed) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phloem.actors.tree.eviction import CandidateIndex
+from phloem.actors.tree.eviction import CandidateIndex, Remains
 from phloem.actors.tree.node import ID_BYTES, NO_SLOT, HostPart, Node
 from phloem.actors.tree.policies import Score
 from phloem.actors.tree.residency import check_change
@@ -90,8 +90,8 @@ class HostTier:
         self.state_index = new_index(8, _state_score, _state_may_go)
         self.clear()
 
-    def clear(self) -> None:
-        """Forget everything: the tree was reset."""
+    def clear(self) -> Remains:
+        """Forget everything: the tree was reset. To let go of what is returned takes long."""
         self.pages = 0
         self.pages_pinned = 0
         self.states = 0
@@ -99,8 +99,7 @@ class HostTier:
         self.pages_leaving = 0
         self.states_leaving = 0
         self.stayed = False  # something that was to leave: who waits for its room has to look again
-        self.kv_index.clear()
-        self.state_index.clear()
+        return self.kv_index.clear() + self.state_index.clear()
 
     def shrink(self, nodes: int) -> None:
         """Sweep the indexes when they have many dead entries."""

@@ -480,7 +480,7 @@ class SheddingTree(BackingTree):
         self.former.take_over(self.radix, self.host)
         self.leases.forget_totals()
         for index in self.indexes:
-            index.clear()
+            self.former.let_go(index.clear())
         self._named.clear()
         self.running.clear()
         self.sessions.forget()
