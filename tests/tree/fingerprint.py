@@ -62,6 +62,7 @@ NODE: dict[str, Encode | str] = {
     "leases": itself,
     "state_leases": itself,
     "protected_children": itself,
+    "counted": itself,
     "mark": itself,
     "queued": itself,
     "gone_children": itself,
@@ -105,6 +106,7 @@ def fingerprint(both: Compared) -> bytes:
             for layout, index in zip(layouts, tree.indexes, strict=True)
         ],
         [_fields(lease, LEASE, ids) for lease in tree.leases.live.values()],
+        [ids[number] for number in tree.leases.unsettled],
         sorted(
             (place, [leases[lease.id] for lease in waiting])
             for place, waiting in tree.running._at.items()

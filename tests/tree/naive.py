@@ -290,9 +290,11 @@ class Compared:
         spans = spans[: len(self.spans)]
         free_pages = len(self.kv) - len(self._protected())
         free_states = len(self.states) - len(self._protected_states())
+        enough = pages <= free_pages and states <= free_states
+        assert world.tree.can_evict(pages, states) == enough
         victim = self._first_victim(pages, states)
         logged = len(world.log)
-        figures = world.tree.figures().spans
+        figures = world.tree.figures().spans if self.needs else ()
         former = sum(span.pages for span in figures) - sum(map(len, self.spans))
         evicted, actions = world.tree.evict(pages, states, by="model", spans=spans)
         for asked, span, got in zip(spans, figures, evicted.spans, strict=False):
@@ -395,6 +397,11 @@ class Compared:
         assert len(self.world.tree.running) == 0
 
     # -- comparing -------------------------------------------------------------------------------
+
+    def check_all(self) -> None:
+        """Check from now on after every operation, and now."""
+        self.world.check_each = True
+        self.compare()
 
     def compare(self) -> None:
         """The audit, and the tree's contents page by page; nothing unless the world checks each."""

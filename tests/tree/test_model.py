@@ -169,11 +169,20 @@ class Machine(RuleBasedStateMachine):
         self.both.match(key)
         self.both.match(key, max(key.length - cut, 0))
 
+    @rule(each=st.booleans(), really=st.integers(0, 3))
+    def look(self, each: bool, really: int) -> None:
+        """Not after each step: what is counted only when somebody asks stays uncounted for long."""
+        if each:
+            self.both.check_all()
+        elif not really:
+            self.both.world.check_each = False
+
     @invariant()
     def count(self) -> None:
         type(self).steps += 1
 
     def teardown(self) -> None:
+        self.both.check_all()
         self.both.end()
 
 
