@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -40,9 +40,9 @@ async def serving(
             harness.model, cache, stream, chunk=CHUNK, batch_max=batch_max, keep_logits=True
         ) as server:
             yield server
-        for _ in range(3):  # who was told of the end leaves, and gives back behind the worker
-            await stream.call(lambda: None)
-        assert cache.free == (pages - 1, states - 1)
+        async with asyncio.timeout(60):  # who is told of the end leaves, and gives back
+            while cache.free != (pages - 1, states - 1):
+                await stream.call(lambda: None)
     finally:
         stream.close()
 
@@ -102,7 +102,7 @@ async def test_a_cancelled_client_gives_everything_back(harness: Harness, pauses
         stays = asyncio.create_task(server.generate(other, 6))
         goes = asyncio.create_task(server.generate(prompt, 6))
         for _ in range(pauses):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         goes.cancel()
         await asyncio.wait([goes])
         tokens = (await stays).tokens
@@ -159,10 +159,31 @@ async def test_bad_calls_are_refused(harness: Harness) -> None:
         await server.generate([5], 1)
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110  any test's condition
+            await asyncio.sleep(0)
+
+
 async def test_closing_ends_those_who_still_wait(harness: Harness) -> None:
     async with serving(harness) as server:
         waiting = asyncio.create_task(server.generate(random_tokens(50, 6), 1000))
-        await asyncio.wait([waiting], timeout=0.02)  # a token takes 0.1 ms in virtual time
+        await until(lambda: bool(server._answers))
         assert not waiting.done()
     with pytest.raises(RuntimeClosed):
         await waiting
+
+
+async def test_closing_ends_those_whose_prompt_is_computed_or_waits_its_turn(
+    harness: Harness,
+) -> None:
+    async with serving(harness) as server:
+        waiting = [
+            asyncio.create_task(server.generate(random_tokens(5 * CHUNK, seed), new))
+            for seed, new in ((7, 5), (8, 5), (9, 1))
+        ]
+        await until(server._turn.locked)
+        assert not server._answers
+    for task in waiting:
+        with pytest.raises(RuntimeClosed):
+            await asyncio.wait_for(task, 60)

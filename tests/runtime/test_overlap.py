@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -436,8 +437,15 @@ async def test_a_pass_does_not_wait_for_what_nobody_wants(inline: bool, end: str
         request = await loading(here, layers=0)
         landing, stream = await request.landing(), here.cache.worker_stream("another")
         step = here.cache.step([request], stream=stream)
-        work = stream.run(reads, stream, landing, 0)
+        begun = threading.Event()
+
+        def waits() -> None:
+            begun.set()
+            reads(stream, landing, 0)
+
+        work = stream.run(waits)
         step.launched({request: len(PROMPT)})
+        await here.until(begun.is_set)
         await asyncio.sleep(0.01)
         assert not work.done()
         if end == "abort":

@@ -188,7 +188,7 @@ class HybridServer(Generic[R]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends the decode loop; requests that still wait get `RuntimeClosed`."""
+        """Ends the decode loop; all requests get `RuntimeClosed`, at the latest after a pass."""
         task, self._loop_task = self._loop_task, None
         if task is not None:
             task.cancel()
@@ -202,12 +202,12 @@ class HybridServer(Generic[R]):
         """Serves one request; greedy tokens.
 
         Waits for its turn and for room. A cancelled caller gives everything back. Raises
-        `InvalidRequest` for an empty prompt, `NoRoom` if the pools cannot hold it.
+        `InvalidRequest` for an empty prompt, `NoRoom` if the pools cannot hold it, `RuntimeClosed`
+        when the server is closed.
         """
         if not prompt or max_new < 1:
             raise InvalidRequest(f"{len(prompt)} prompt tokens and {max_new} new: at least 1 each")
-        if self._loop_task is None:
-            raise RuntimeClosed("the server is not running")
+        self._check_open()
         begun = self._clock()
         async with self.cache.request(prompt, id=id) as request:
             try:
@@ -227,6 +227,11 @@ class HybridServer(Generic[R]):
             total_s=self._clock() - begun,
             logits=tuple(answer.logits),
         )
+
+    def _check_open(self) -> None:
+        """Nobody decodes for a server that is closed: who finds out has to leave."""
+        if self._loop_task is None:
+            raise RuntimeClosed("the server is not running")
 
     # ------------------------------------------------------------------ prefill
 
@@ -253,12 +258,14 @@ class HybridServer(Generic[R]):
 
     async def _prefill(self, request: R, prompt: Sequence[int], max_new: int) -> tuple[int, Tensor]:
         """Computes what is not reused; returns how many tokens and the last logits."""
+        self._check_open()
         await request.advance()  # what was published since the request arrived
         landing = await self._make_room(request, len(prompt) + max_new)
         ran: tuple[ModelCache, Tensor] | None = None
         computed, end = 0, -1
         while request.computed < len(prompt):
             await request.advance()
+            self._check_open()
             # Gather anew at the first chunk, and when others had published more meanwhile.
             cache = ran[0] if ran is not None and request.computed == end else None
             start, end = request.next_stop(self._chunk)
@@ -312,6 +319,7 @@ class HybridServer(Generic[R]):
 
     async def _decode(self, request: R, logits: Tensor, length: int, max_new: int) -> _Answer[R]:
         """Joins the batch and waits for the last token."""
+        self._check_open()
         done = asyncio.get_running_loop().create_future()
         answer = _Answer(request, max_new, done, length)
         answer.take(logits, self._keep_logits)
