@@ -214,8 +214,9 @@ class Core:
         fits = ledger.fits(pages, states) and not (spans and any(spans_short))
         if not fits and evict and not domain.queued and not ledger.waiting:
             # Nobody is ahead: the tree can be asked first, and no allocation waits for its answer.
-            short = ledger.short_of(pages, states)
-            domain.run(self.tree_actor, m.MakeRoom(*short, owner, False, spans_short))
+            few_pages, few_states = ledger.short_of(pages, states)
+            room = m.MakeRoom(few_pages, few_states, owner, False, spans_short)
+            domain.run(self.tree_actor, room)
         message = m.Allocate(pages, states, owner, account, False, evict, spans)
         return _granted(domain.run(self.allocator, message))
 

@@ -361,20 +361,23 @@ class TreeCore:
             past = self._recall(key, walk, whole * TOKEN_BYTES)
         else:
             past = NOTHING
-        if past is NOTHING:
-            match = Match(
-                key.length, looked_up, usable, device, known, branch, self.page_size, state_tier
-            )
-            if short:
-                match = msgspec.structs.replace(match, short=short, short_of=short_of)
-            elif found > usable:
-                match = _without_host(match, found)
-            return Look(self.radix, self.radix.version, walk, anchor, match)
         evicted = past.evicted // TOKEN_BYTES
         forgotten = whole - known - evicted if past.forgotten else 0
         match = Match(
-            *(key.length, looked_up, usable, device, known, branch, self.page_size, state_tier),
-            *(evicted, forgotten, past.by, past.at, short, short_of),
+            key.length,
+            looked_up,
+            usable,
+            device,
+            known,
+            branch,
+            self.page_size,
+            state_tier,
+            evicted,
+            forgotten,
+            past.by,
+            past.at,
+            short,
+            short_of,
         )
         if found > usable:
             match = _without_host(match, found)
