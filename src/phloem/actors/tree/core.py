@@ -185,8 +185,10 @@ class TreeCore:
             ids = node.page_ids
             runs.append(ids if ids or node.host is None else self._arriving_pages(node, node.host))
             node = node.parent
-        runs.reverse()
-        return array("i", b"".join(runs))
+        ids: Ids = array("i")
+        for run in reversed(runs):
+            ids.frombytes(run)
+        return ids
 
     def _arriving_pages(self, node: Node, part: HostPart) -> bytes:
         """Where the node's pages will be, zeros as long as that is not known; none if they do not.
