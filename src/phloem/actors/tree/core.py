@@ -182,8 +182,8 @@ class TreeCore:
         runs: list[bytes] = []
         node: Node | None = lease.anchor
         while node is not None:
-            ids = node.page_ids
-            runs.append(ids if ids or node.host is None else self._arriving_pages(node, node.host))
+            run = node.page_ids
+            runs.append(run if run or node.host is None else self._arriving_pages(node, node.host))
             node = node.parent
         ids: Ids = array("i")
         for run in reversed(runs):
