@@ -16,6 +16,7 @@ from phloem.actors.tree.policies import Policy, Score
 from phloem.runtime.costs.published import geometry_named
 from phloem.runtime.replay.cache import ReplayCache
 from phloem.runtime.replay.requests import prepare
+from phloem.runtime.replay.served import serve_all
 from phloem.runtime.traces import sample
 
 
@@ -39,7 +40,7 @@ def main(name: str = "agentic_coding_sessions", share: float = 0.3) -> None:
     capacity = int(workload.distinct_tokens * share * geometry.kv_bytes)
     for policy in ("lru", "benefit", OftenAndLong()):
         cache = ReplayCache(geometry, workload.block_size, capacity=capacity, policy=policy)
-        totals = cache.run(workload)
+        totals = serve_all(cache, workload)
         hits = totals.hit_tokens / totals.tokens
         print(f"{cache.policy.name:16}{hits:7.1%} of {totals.tokens:,} tokens were cached")
 

@@ -11,6 +11,7 @@ from phloem.runtime.replay.cache import ReplayCache
 from phloem.runtime.replay.memory import OneBudget, Pools
 from phloem.runtime.replay.named import KNOWN, cache_named
 from phloem.runtime.replay.requests import Workload, prepare
+from phloem.runtime.replay.served import serve_all
 from phloem.runtime.traces import sample
 
 SMALL = Geometry(
@@ -30,7 +31,7 @@ def test_a_known_policy_keeps_to_its_memory_and_its_tree_whole(work: Workload, n
     cache = cache_named(name, work, SMALL, capacity)
     if not isinstance(cache, ReplayCache):
         assert name == "kv-s3fifo"
-        cache.run(work)
+        serve_all(cache, work)
         assert 0 < cache.totals.hit_tokens < cache.totals.tokens
         return
     memory, radix = cache.memory, cache.tree.radix

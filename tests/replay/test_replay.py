@@ -11,6 +11,7 @@ from phloem.runtime.replay.admission import Admission, AsPlaced
 from phloem.runtime.replay.cache import ReplayCache
 from phloem.runtime.replay.known.judicious import Judicious, LeafLru
 from phloem.runtime.replay.requests import Workload, prepare
+from phloem.runtime.replay.served import serve_all
 from phloem.runtime.traces import sample
 
 SMALL = Geometry(
@@ -56,6 +57,6 @@ def test_the_tree_keeps_to_its_bytes(name: str, policy: Policy, admission: Admis
 def test_without_a_bound_nothing_goes(name: str) -> None:
     work = workload(name)
     cache = ReplayCache(SMALL, work.block_size, policy=LeafLru(), admission=Judicious())
-    totals = cache.run(work)
+    totals = serve_all(cache, work)
     assert not totals.evictions and not totals.skipped
     assert cache.tree.radix.pages == work.distinct

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 
 import pytest
 
 from phloem.actors.tree.eviction import CandidateIndex
 from phloem.actors.tree.node import Node
+from phloem.actors.tree.scoring import KEEP
 
 
 def node(number: int, stamp: int) -> Node:
@@ -88,3 +90,80 @@ def test_the_collector_sees_few_of_many_entries() -> None:
     seen = sum(len(gc.get_referents(part)) for part in vars(index).values() if gc.is_tracked(part))
     assert seen < 2_000
     assert len(index) == 20_000
+
+
+def counting(index: CandidateIndex, score: Callable[[Node], int]) -> list[int]:
+    """Change the index to another score; what was asked for since then, by node id."""
+    asked: list[int] = []
+
+    def counted(one: Node) -> int:
+        asked.append(one.id)
+        return score(one)
+
+    index.rescore(counted)
+    return asked
+
+
+@pytest.mark.parametrize("run_size", [50, 2048])
+def test_another_score_is_asked_for_little_by_little(run_size: int) -> None:
+    index, alive = made(run_size)
+    nodes = {number: node(number, number) for number in range(1, 5001)}
+    for one in nodes.values():
+        alive.add(one.id)
+        index.push(one)
+    asked = counting(index, lambda one: 10_000 - one.stamp)
+    assert len(asked) == 256
+    popped: list[int] = []
+    for turn in range(1, 5001):
+        before = len(asked)
+        first = index.first()
+        assert first is not None and first[1].id == max({*asked} & alive)
+        index.take(first)
+        assert len(asked) <= before + 1 + 32
+        assert len({*asked}) == min(5000, 256 + 32 * turn)
+        alive.discard(first[1].id)
+        popped.append(first[1].id)
+    assert sorted(popped) == [*nodes]  # none was lost, and none came twice
+    assert popped[0] == 256 and popped[300:] == sorted(popped[300:], reverse=True)
+    assert index.pop() is None
+
+
+def test_what_has_no_score_yet_may_be_touched_and_may_go() -> None:
+    index, alive = made(64)
+    nodes = [node(number, number) for number in range(1, 2001)]
+    for one in nodes:
+        alive.add(one.id)
+        index.push(one)
+    asked = counting(index, lambda one: one.stamp)
+    for one in nodes[1000:1100]:
+        one.stamp = 0
+        index.lower(one)  # now it has one
+    for one in nodes[1100:1200]:
+        alive.discard(one.id)
+    index.refresh()
+    popped = [one[1].id for one in iter(index.pop, None)]
+    assert popped[:100] == [*range(1001, 1101)]
+    assert popped[100:] == [*range(1, 1001), *range(1201, 2001)]
+    assert len(asked) < 2 * len(popped) + 300
+
+
+def test_what_stays_is_not_the_first_while_others_have_no_score_yet() -> None:
+    index, alive = made(64)
+    for number in range(1, 1001):
+        alive.add(number)
+        index.push(node(number, number))
+    index.rescore(lambda one: KEEP if one.id <= 900 else one.id)
+    first = index.first()
+    assert first is not None and first[0] < KEEP and first[1].id > 900
+
+
+def test_scored_anew_at_once_the_order_is_that_of_a_full_sort() -> None:
+    index, alive = made(64)
+    nodes = [node(number, number) for number in range(1, 1001)]
+    for one in nodes:
+        alive.add(one.id)
+        index.push(one)
+        one.stamp = 5000 - one.stamp
+    index.rescore(lambda one: one.stamp)
+    index.rebuild()
+    assert [one[1].id for one in iter(index.pop, None)] == [*range(1000, 0, -1)]

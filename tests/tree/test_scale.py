@@ -114,6 +114,25 @@ def test_f098_evicting_asks_for_as_many_scores_as_it_frees(leaves: int) -> None:
 
 
 @pytest.mark.parametrize("leaves", [100, 20_000])
+def test_another_policy_asks_for_few_scores_in_each_turn(leaves: int) -> None:
+    policy = Counting()
+    tree = wide_tree(leaves, Lru())
+    tree.use_policy(policy)
+    assert 0 < policy.asked <= 2 * 256
+    for turn in range(30):
+        policy.asked = 0
+        if turn == 10:
+            tree.use_policy(policy)  # again, before all have been scored
+            assert policy.asked <= 2 * 256
+        evicted, _ = tree.evict(pages=1, states=1)
+        assert (evicted.pages, evicted.states) == (1, 1)
+        assert policy.asked <= 2 * 256 + 50
+    audit_tree(tree)
+    tree.evict(pages=2 * leaves + 7)
+    assert tree.figures().nodes == 0  # whatever had no score then
+
+
+@pytest.mark.parametrize("leaves", [100, 20_000])
 def test_f098_indexes_do_not_grow_with_what_was_used(leaves: int) -> None:
     tree = wide_tree(leaves, Lru())
     for turn in range(3 * leaves):

@@ -23,7 +23,7 @@ class Adaptive(Policy):
 
     Each is served a sample of the requests in a small tree of its own (`Shadows`). When another has
     saved clearly more than the first lately, it decides, until it has saved less. What is cached
-    stays, all candidates are scored anew at once. Those that learn do so all the time.
+    stays, and the candidates are scored anew little by little. Those that learn do so all the time.
     """
 
     name = "adaptive"

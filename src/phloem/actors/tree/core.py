@@ -163,10 +163,9 @@ class TreeCore:
         return self.indexes[2:]
 
     def rescore(self) -> None:
-        """Score all candidates anew; what is cached stays."""
+        """Score all candidates anew, little by little; what is cached stays."""
         for component, index in zip(self.components.all, self.indexes, strict=True):
-            index.score = component.score_by(self.policy)
-            index.rebuild()
+            index.rescore(component.score_by(self.policy))
 
     def match(self, tokens: Tokens, limit: int | None = None) -> Match:
         """How far the first `limit` tokens (all by default) are cached. Changes nothing."""

@@ -9,6 +9,10 @@ costs O(log n) for each change and nothing grows with the number of leaves.
 A list of a million entries would cost the garbage collector a pause at each full collection. So
 only the entries that go soon are Python objects, in a heap; the others lie in sorted runs of plain
 bytes, and nodes are found by id in a dictionary of numbers and nodes, neither of which it visits.
+
+When the policy changes, no former entry counts. To score all candidates anew at once would take a
+second in a large tree, so only some are, those first that became candidates first; the next victims
+are chosen among these, and with each of them more are scored.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
 from phloem.actors.tree.node import Node
-from phloem.actors.tree.policies import SCORE_BYTES, Score
+from phloem.actors.tree.policies import KEEP, SCORE_BYTES, Score
 
 __all__ = ["CandidateIndex", "Remains"]
 
@@ -25,6 +29,8 @@ _ENTRIES, _SLACK = 3, 64  # an index is swept when it has so many for each live 
 _REFRESHED = 1 << 13  # so many, through the candidates there are, are scored anew for each victim
 _REFRESHED_MIN, _REFRESHED_MAX = 1, 32
 _REFRESHED_FEW = _REFRESHED // _REFRESHED_MIN
+_SCORED_AT_ONCE = 256  # when the policy changes, and so many more with each victim:
+_SCORED_A_VICTIM = 32
 _ID_BITS = 64
 _ID = (1 << _ID_BITS) - 1
 _ENTRY = SCORE_BYTES + _ID_BITS // 8
@@ -80,7 +86,7 @@ class CandidateIndex:
         return self._size
 
     def __contains__(self, number: int) -> bool:
-        """Whether the node of that id has an entry."""
+        """Whether the node of that id is noted as a candidate."""
         return number in self._nodes
 
     def push(self, node: Node) -> None:
@@ -108,11 +114,17 @@ class CandidateIndex:
                 entry = soon[0]
             elif heads:
                 entry = heads[0][0]
+            elif self._unscored:
+                self._score_some(_SCORED_A_VICTIM)
+                continue
             else:
                 return None
             noted = entry >> _ID_BITS
             if below is not None and noted >= below:
                 return None
+            if noted == KEEP and self._unscored:
+                self._score_some(_SCORED_A_VICTIM)
+                continue
             number = entry & _ID
             if entries.get(number) == entry:
                 node = self._nodes[number]
@@ -132,13 +144,13 @@ class CandidateIndex:
         number = self._next() & _ID
         assert number == node.id, "something came between"
         self._forget(node)
+        if self._unscored:
+            self._score_some(_SCORED_A_VICTIM)
 
     def lower(self, node: Node) -> None:
         """The score of `node` may have fallen: then its former entry will be passed over."""
         if node.queued & self.bit:
-            score = self.score(node)
-            if score < self._entries[node.id] >> _ID_BITS:
-                self._enter(score, node.id)
+            self._score_anew(node)
 
     def refresh(self) -> None:
         """Score some candidates anew, round after round: time alone may have lowered them.
@@ -160,9 +172,7 @@ class CandidateIndex:
             if not self.eligible(node):
                 self._forget(node)
                 continue
-            score = self.score(node)
-            if score < self._entries[number] >> _ID_BITS:
-                self._enter(score, number)
+            self._score_anew(node)
 
     def watch(self, node: Node) -> None:
         """The score of `node` may fall when its `keep_until` has come."""
@@ -184,27 +194,34 @@ class CandidateIndex:
             ]
             heapify(self._expiring)
 
+    def rescore(self, score: Callable[[Node], Score]) -> None:
+        """The policy has changed: score some candidates anew, and the others with the victims."""
+        self.score = score
+        self._forget_order()
+        self._unscored.extend(reversed(self._nodes))
+        self._score_some(_SCORED_AT_ONCE)
+
     def rebuild(self) -> None:
-        """Score every candidate anew: the policy has changed."""
-        nodes = list(self._nodes.values())
-        self.clear()
-        for node in nodes:
-            node.queued &= ~self.bit
-            if self.eligible(node):
-                self.push(node)
+        """Score every candidate anew at once."""
+        self.rescore(self.score)
+        self._score_some(len(self._unscored))
 
     def clear(self) -> Remains:
         """Forget everything: the tree was reset. To let go of what is returned takes long."""
         remains: Remains = [self._nodes, self._entries]
         self._expiring.clear()
         self._nodes, self._entries = {}, {}
+        self._forget_order()
+        return remains
+
+    def _forget_order(self) -> None:
+        self._unscored: list[int] = []  # nodes whose entries may be of a former policy
         self._round: list[int] = []
         self._soon: list[int] = []  # a heap
         self._heads: list[tuple[int, int]] = []  # a heap: the next entry of each run
         self._runs: dict[int, _Run] = {}
         self._next_run = 0
         self._size = 0
-        return remains
 
     def entries(self) -> Iterator[tuple[Score, Node]]:
         """Every entry whose node is known, in no order; for audits."""
@@ -215,6 +232,25 @@ class CandidateIndex:
             node = self._nodes.get(entry & _ID)
             if node is not None:
                 yield entry >> _ID_BITS, node
+
+    def _score_some(self, count: int) -> None:
+        """Up to so many nodes get entries by the policy that there is now."""
+        nodes, unscored = self._nodes, self._unscored
+        for _ in range(min(count, len(unscored))):
+            number = unscored.pop()
+            node = nodes.get(number)
+            if node is None:
+                continue
+            if self.eligible(node):
+                self._enter(self.score(node), number)
+            else:
+                self._forget(node)
+
+    def _score_anew(self, node: Node) -> None:
+        """The score of a node may have fallen, or may be of a former policy."""
+        score, number = self.score(node), node.id
+        if score < self._entries[number] >> _ID_BITS or self._unscored:
+            self._enter(score, number)
 
     def _enter(self, score: Score, number: int) -> None:
         soon = self._soon

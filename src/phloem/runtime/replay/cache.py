@@ -9,7 +9,6 @@ own, as much of a sequence is kept as fits.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from time import perf_counter
 
 from phloem.actors.actions import FreeDeviceSlots, Ids
@@ -22,7 +21,7 @@ from phloem.actors.tree.results import Match
 from phloem.runtime.costs.model import Geometry
 from phloem.runtime.replay.admission import Admission, AsPlaced, Spot
 from phloem.runtime.replay.memory import Memory, OneBudget
-from phloem.runtime.replay.requests import ReplayRequest, Workload
+from phloem.runtime.replay.requests import ReplayRequest
 from phloem.runtime.replay.served import Decision, Totals
 
 __all__ = ["Places", "ReplayCache", "Watching"]
@@ -107,16 +106,6 @@ class ReplayCache:
         self.places = {"kv": Places(), "state": Places()}
         self.totals = Totals()
         self.number = 0
-
-    def run(
-        self, workload: Workload, decided: Callable[[Decision], object] | None = None
-    ) -> Totals:
-        """Serve every request of a workload; `decided` hears of each."""
-        for request in workload.requests:
-            decision = self.serve(request)
-            if decided is not None:
-                decided(decision)
-        return self.totals
 
     def serve(self, request: ReplayRequest) -> Decision:
         """Look a request up, then insert it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -26,11 +25,11 @@ from phloem.runtime.replay.known.pools import (
 from phloem.runtime.replay.known.s3fifo import S3Fifo
 from phloem.runtime.replay.known.scored import Gdsf, Marconi, TunedMarconi
 from phloem.runtime.replay.memory import Memory, Pools
-from phloem.runtime.replay.requests import ReplayRequest, Workload
-from phloem.runtime.replay.served import Decision, Totals
+from phloem.runtime.replay.requests import Workload
+from phloem.runtime.replay.served import Cache
 from phloem.runtime.replay.whole import WholeReplay
 
-__all__ = ["KNOWN", "Cache", "Tiers", "cache_named"]
+__all__ = ["KNOWN", "Tiers", "cache_named"]
 
 
 class Tiers(msgspec.Struct, frozen=True):
@@ -38,22 +37,6 @@ class Tiers(msgspec.Struct, frozen=True):
 
     host: int = 0
     write_policy: WritePolicy = "write_through"
-
-
-class Cache(Protocol):
-    """What serves a trace."""
-
-    totals: Totals
-
-    def run(
-        self, workload: Workload, decided: Callable[[Decision], object] | None = None
-    ) -> Totals:
-        """Serve every request; `decided` hears of each."""
-        ...
-
-    def serve(self, request: ReplayRequest) -> Decision:
-        """Serve one."""
-        ...
 
 
 _Maker = Callable[[Workload, Geometry, int], Cache]

@@ -20,8 +20,9 @@ from phloem.errors import InvalidRequest
 from phloem.runtime.config import parse_bytes
 from phloem.runtime.costs.model import Geometry
 from phloem.runtime.replay.bounds import Bounds, bounds, ceiling
-from phloem.runtime.replay.named import Cache, Tiers, cache_named
+from phloem.runtime.replay.named import Tiers, cache_named
 from phloem.runtime.replay.requests import Workload
+from phloem.runtime.replay.served import Cache, serve_all
 
 __all__ = ["BoundsOf", "Report", "Run", "Settings", "TraceFigures", "capacity_of", "replay"]
 
@@ -159,7 +160,8 @@ def _run(workload: Workload, settings: Settings, policy: str, capacity: int) -> 
     lines: list[bytes] = []
     encode = msgspec.json.Encoder().encode
     began = perf_counter()
-    totals = cache.run(
+    totals = serve_all(
+        cache,
         workload,
         (lambda decision: lines.append(encode(decision) + b"\n")) if settings.decisions else None,
     )

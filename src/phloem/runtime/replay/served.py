@@ -1,12 +1,16 @@
-"""What a replay counts."""
+"""What serves a trace, and what is counted."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from phloem.runtime.costs.model import Geometry
+from phloem.runtime.replay.requests import ReplayRequest, Workload
 
-__all__ = ["Decision", "Totals"]
+__all__ = ["Cache", "Decision", "Totals", "serve_all"]
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -82,3 +86,24 @@ class Totals(msgspec.Struct):
     def compute_saved(self) -> float:
         """Share of the prefills' FLOPs that were not spent."""
         return self.flops_saved / self.flops if self.flops else 0.0
+
+
+class Cache(Protocol):
+    """What serves a trace, one request after another."""
+
+    totals: Totals
+
+    def serve(self, request: ReplayRequest) -> Decision:
+        """Serve one."""
+        ...
+
+
+def serve_all(
+    cache: Cache, workload: Workload, decided: Callable[[Decision], object] | None = None
+) -> Totals:
+    """Serve every request of a workload; `decided` hears of each. Returns the cache's totals."""
+    for request in workload.requests:
+        decision = cache.serve(request)
+        if decided is not None:
+            decided(decision)
+    return cache.totals

@@ -26,7 +26,7 @@ from phloem.runtime.cache import CacheRuntime
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.costs.model import Geometry
 from phloem.runtime.layout import ModelLayout
-from phloem.runtime.replay.requests import ReplayRequest, Workload
+from phloem.runtime.replay.requests import ReplayRequest
 from phloem.runtime.replay.served import Decision, Totals
 from phloem.runtime.request import Request
 
@@ -135,16 +135,6 @@ class WholeReplay:
         except InvalidRequest:  # it counts in units
             raise too_few from None
         self.cache.start(self._posted, None, lambda: self._now_s)
-
-    def run(
-        self, workload: Workload, decided: Callable[[Decision], object] | None = None
-    ) -> Totals:
-        """Serve every request of a workload; `decided` hears of each."""
-        for request in workload.requests:
-            decision = self.serve(request)
-            if decided is not None:
-                decided(decision)
-        return self.totals
 
     def serve(self, request: ReplayRequest) -> Decision:
         """Serve one request from its opening to its end; skipped when it has no room to run."""

@@ -7,11 +7,10 @@ what lies behind a hole cannot be used until the hole is filled.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from time import perf_counter
 
 from phloem.runtime.costs.model import Geometry
-from phloem.runtime.replay.requests import ReplayRequest, Workload
+from phloem.runtime.replay.requests import ReplayRequest
 from phloem.runtime.replay.served import Decision, Totals
 
 __all__ = ["S3Fifo"]
@@ -37,16 +36,6 @@ class S3Fifo:
         self._proven: OrderedDict[int, int] = OrderedDict()
         self._gone: OrderedDict[int, None] = OrderedDict()
         self._small = max(1, int(self.blocks * _SMALL))
-
-    def run(
-        self, workload: Workload, decided: Callable[[Decision], object] | None = None
-    ) -> Totals:
-        """Serve every request of a workload; `decided` hears of each."""
-        for request in workload.requests:
-            decision = self.serve(request)
-            if decided is not None:
-                decided(decision)
-        return self.totals
 
     def serve(self, request: ReplayRequest) -> Decision:
         """Count the blocks before the first hole, then use or admit all of them."""
