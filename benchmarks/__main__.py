@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ def main() -> None:
         "first_token": _by_first_token,
         "serving": _by_serving,
     }
-    for section in arguments.only or ([] if arguments.scale else SECTIONS):
+    sections: Sequence[str] = arguments.only or ([] if arguments.scale else SECTIONS)
+    for section in sections:
         run[section](results)
     if arguments.scale:
         _by_million(results)

@@ -27,7 +27,7 @@ def _grown(policy: str, nodes: int, rng: random.Random) -> tuple[Tree, Callable[
         if talks and rng.random() < 0.7:
             talk = talks[min(int(rng.expovariate(0.05)), len(talks) - 1)]
         else:
-            talk = []
+            talk = list[int]()
             talks.insert(0, talk)
             del talks[2 * nodes :]
         talk.extend(next(fresh) for _ in range(_EDGE))
@@ -44,7 +44,7 @@ def _grown(policy: str, nodes: int, rng: random.Random) -> tuple[Tree, Callable[
 
 def _clock_s() -> float:
     """What reading the clock once takes."""
-    spent = []
+    spent: list[float] = []
     for _ in range(1000):
         began = process_time()
         spent.append(process_time() - began)

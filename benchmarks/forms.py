@@ -79,7 +79,7 @@ class Paths:
 
     def some(self, count: int, more: int = EDGE) -> list[TokenKey]:
         """`count` keys that lead to leaves of the tree and go on for `more` new tokens."""
-        chosen = self._rng.integers(len(self.leaves), size=count)
+        chosen: list[int] = self._rng.integers(len(self.leaves), size=count).tolist()
         return [TokenKey(self.leaves[leaf] + self.tokens(more)) for leaf in chosen]
 
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phloem.runtime.costs.published import geometry_named
 from phloem.runtime.replay.requests import Workload, prepare
@@ -73,7 +73,7 @@ def compare(
     )
     known = [one for one in policies if one not in BOUNDS]
     report = replay([work], settings, known, [f"{share:g}%" for share in shares], jobs=jobs)
-    runs, found = iter(report.runs), {}
+    runs, found = iter(report.runs), dict[tuple[float, str], float]()
     for share in shares:
         for policy in known:
             found[share, policy] = 100 * next(runs).hit_rate
@@ -105,7 +105,7 @@ def main() -> int:
         if (not options.only or point.workload in options.only)
         and (not options.policy or point.policy in options.policy)
     ]
-    off, rows = 0, []
+    off, rows = 0, list[dict[str, Any]]()
     for name, geometry in dict.fromkeys((point.workload, point.geometry) for point in cells):
         here = [point for point in cells if (point.workload, point.geometry) == (name, geometry)]
         shares = [*dict.fromkeys(point.share for point in here)]

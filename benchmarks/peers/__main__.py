@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.peers.report import ratios, table, targets
 from benchmarks.peers.setup import PEERS, interpreter
@@ -89,8 +89,9 @@ def _medians(rows: list[Row]) -> list[Row]:
 def _median(group: list[Any]) -> Any:
     first = group[0]
     if isinstance(first, dict):
-        shared = [name for name in first if all(name in row for row in group)]
-        return {name: _median([row[name] for row in group]) for name in shared}
+        rows = cast("list[Row]", group)
+        shared = [name for name in rows[0] if all(name in row for row in rows)]
+        return {name: _median([row[name] for row in rows]) for name in shared}
     if isinstance(first, float):
         return statistics.median(group)
     return first
@@ -117,7 +118,8 @@ def main() -> None:
         jobs = [f"{work}:{page}" for work in ("W1", "W4") for page in arguments.pages.split(",")]
         verified = [_run(adapter, jobs, arguments.timeout, "--verify") for adapter in adapters]
         sys.exit(any("error" in row for found in verified for row in found) or not all(verified))
-    for group in [] if arguments.table else _groups(arguments):
+    groups: Iterable[list[str]] = () if arguments.table else _groups(arguments)
+    for group in groups:
         for adapter in adapters:
             rows += _run(adapter, group, arguments.timeout)
             if arguments.json is not None:

@@ -56,7 +56,7 @@ def _job(row: Row) -> tuple[str, int, int]:
 
 
 def _cells(row: Row, columns: Iterable[str]) -> str:
-    texts = []
+    texts: list[str] = []
     for column in columns:
         value = _p50(row, column)
         texts.append("-" if value is None else f"{value:,.1f}")

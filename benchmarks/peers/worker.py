@@ -132,7 +132,8 @@ async def _by_size(kind: type[Adapter], job: Job) -> Figures:
     out["tail"] = record.last(_PROBES).figures()
     out.update(_probe(adapter, leaves, edge, rng))
     grown = Record()
-    for number in rng.integers(len(inner), size=_PROBES):
+    probes: list[int] = rng.integers(len(inner), size=_PROBES).tolist()
+    for number in probes:
         serve(adapter, Request(np.concatenate([inner[number], random_tokens(rng, edge)])), grown)
     out["grow"] = grown.figures()
     adapter.prepare_evict()
@@ -169,7 +170,8 @@ def _probe(adapter: Adapter, leaves: list[Tokens], edge: int, rng: np.random.Gen
     leases: list[int] = []
     misses: list[int] = []
     found = asked = 0
-    for number in rng.integers(len(leaves), size=_PROBES):
+    probes: list[int] = rng.integers(len(leaves), size=_PROBES).tolist()
+    for number in probes:
         key = adapter.key(np.concatenate([leaves[number], np.full(edge, 7, np.int64)]))
         switches = involuntary_switches()
         begun = wall_clock()

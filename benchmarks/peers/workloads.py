@@ -66,7 +66,8 @@ def documents(
     rng = np.random.default_rng(2)
     texts = [random_tokens(rng, length) for _ in range(count)]
     for _ in range(questions):
-        for number in rng.permutation(count):
+        order: list[int] = rng.permutation(count).tolist()
+        for number in order:
             tokens = np.concatenate([texts[number], random_tokens(rng, question)])
             yield Request(tokens, (length,))
 
@@ -79,7 +80,8 @@ def agents(roots: int = 50, depth: int = 6, fanout: int = 3, edge: int = 1024) -
         yield Request(tokens)
     for _ in range(depth - 1):
         deeper: list[Tokens] = []
-        for number in rng.permutation(len(level)):
+        order: list[int] = rng.permutation(len(level)).tolist()
+        for number in order:
             for _ in range(fanout):
                 tokens = np.concatenate([level[number], random_tokens(rng, edge)])
                 deeper.append(tokens)
