@@ -29,6 +29,8 @@ _RESERVED = -3  # cell 0: owned by nobody who could ever be named
 _FEW = 6  # up to so many ids a loop is faster than anything else
 _BULK = 16  # from so many ids on numpy is faster than a loop, wherever they are
 _CELL = Struct("i")
+_CELL_BYTES = 4
+_PLACE, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)  # made once: a type would be looked up
 
 Indices: TypeAlias = "npt.NDArray[np.intp] | slice[int, int, None]"
 
@@ -198,12 +200,12 @@ class Pool:
         if count <= _FEW:
             return None
         first = ids[0]
-        if first > 0 and self._order.startswith(ids, first * _CELL.size):
+        if first > 0 and self._order.startswith(ids, first * _CELL_BYTES):
             return slice(first, first + count)
         if count < _BULK:
             return None
         # As unsigned, a negative place is out of range like any other that is too large.
-        return np.frombuffer(ids, np.uint32).astype(np.intp)
+        return np.frombuffer(ids, _PLACE).astype(_INDEX)
 
     def among(self, ids: Ids, owner: int) -> Ids:
         """Those of `ids`, places of this pool, that are `owner`'s."""
