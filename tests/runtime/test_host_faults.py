@@ -35,13 +35,14 @@ from phloem.events import FellBack, RequestOpened, TierChanged
 
 PROMPT = run(1, 3 * PAGE + 1)
 END = 3 * PAGE
+HANGS = {"copy_timeout_s": 0.5}  # as short as what does not hang is sure to be there
 BOTH = pytest.mark.parametrize("layout", [HYBRID, ATTENTION], ids=["hybrid", "attention"])
 
 
 def roomy(
     inline: bool, layout: ModelLayout = HYBRID, **options: Any
 ) -> AbstractAsyncContextManager[House]:
-    options.setdefault("copy_timeout_s", 0.05)
+    """Nothing but what hangs takes too long; where something does, `HANGS`."""
     return house(inline=inline, layout=layout, pages=24, states=12, host_bytes="1MiB", **options)
 
 
@@ -102,7 +103,7 @@ async def test_what_came_of_a_load_that_failed_is_kept(
 
     made = ENGINES[engine]
     given = {} if made is None else {"engine": made}
-    async with roomy(inline, layout, copy_timeout_s=60, **given) as here:
+    async with roomy(inline, layout, **given) as here:
         prompt = await on_the_host(here)
         breaks(here, fault)
         request = await here.cache.open_request(prompt)
@@ -141,7 +142,7 @@ async def test_who_stands_on_all_that_came_of_a_load_that_failed_has_not_fallen_
 async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
     layout: ModelLayout, inline: bool
 ) -> None:
-    async with roomy(inline, layout, copy_timeout_s=60) as here:
+    async with roomy(inline, layout) as here:
         gate = here.gate
 
         def fault(ticket: Ticket, layer: int) -> None:
@@ -168,7 +169,7 @@ async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
 
 @BOTH
 async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: bool) -> None:
-    async with roomy(inline, layout) as here:
+    async with roomy(inline, layout, **HANGS) as here:
         prompt = await on_the_host(here)
         here.gate.hang("load")
         request = await here.cache.open_request(prompt)
@@ -189,7 +190,7 @@ async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: b
 
 @BOTH
 async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline: bool) -> None:
-    async with roomy(inline, layout) as here:
+    async with roomy(inline, layout, **HANGS) as here:
         prompt = await on_the_host(here)
         here.gate.hang("load")
         request = await here.cache.open_request(prompt)
@@ -209,7 +210,7 @@ async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline:
 
 
 async def test_what_was_to_leave_behind_a_backup_that_hangs_stays(inline: bool) -> None:
-    async with roomy(inline, write_policy="write_back") as here:
+    async with roomy(inline, write_policy="write_back", **HANGS) as here:
         await seed(here, PROMPT[:END])
         here.gate.hang("backup")
         evicted = await here.cache.evict(pages=3)
@@ -229,7 +230,7 @@ async def test_what_was_to_leave_behind_a_backup_that_hangs_stays(inline: bool) 
 async def test_who_waits_for_room_behind_a_backup_that_hangs_gets_other_room(
     inline: bool,
 ) -> None:
-    async with roomy(inline, write_policy="write_back") as here:
+    async with roomy(inline, write_policy="write_back", **HANGS) as here:
         for first in range(FAILURES_MAX + 1):
             await seed(here, run(100 * first, 2 * PAGE))
         held = await here.cache.allocate(pages=here.cache.stats().kv.free)

@@ -191,7 +191,7 @@ async def test_a_copy_that_fails_moves_nothing(inline: bool) -> None:
 
 async def test_a_copy_that_takes_too_long_is_not_waited_for(inline: bool) -> None:
     """Its memory stays as it is until its end; who waited for the frame takes what others give."""
-    async with shared(8, inline=inline, copy_timeout_s=0.2) as (here, _):
+    async with shared(8, inline=inline, copy_timeout_s=0.5) as (here, _):
         grant = await moving(here)
         first = await here.cache.allocate(states=1, owner="first")  # the last state goes for it
         waiting = asyncio.ensure_future(here.cache.allocate(states=1, owner="late"))

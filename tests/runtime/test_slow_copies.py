@@ -32,7 +32,7 @@ class Hang:
 @asynccontextmanager
 async def hanging(inline: bool, kind: str) -> AsyncIterator[tuple[House, Hang]]:
     """PROMPT is known; from now on copies of a kind hang. At the end all has come back."""
-    async with house(inline=inline, copy_timeout_s=0.03) as here:
+    async with house(inline=inline, copy_timeout_s=0.3) as here:
         await seed(here, PROMPT[:END])
         hang = Hang(here, kind)
         try:
