@@ -99,7 +99,7 @@ async def test_f076_waiting_for_room_costs_nothing_and_others_are_served(inline:
         await seed(here, PROMPT[: 2 * PAGE])
         lease = await cache.acquire(PROMPT, owner="pins")
         grant = await cache.allocate(pages=2, owner="holds")
-        waits = asyncio.ensure_future(cache.allocate(pages=1, owner="waits", timeout=0.05))
+        waits = asyncio.ensure_future(cache.allocate(pages=1, owner="waits", timeout=0.5))
         await asyncio.sleep(0.01)
         turns = cache.stats().turns
         await asyncio.sleep(0.02)

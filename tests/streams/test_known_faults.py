@@ -199,9 +199,12 @@ async def test_f102_nothing_spins_while_it_waits(kind: str) -> None:
     ticket = engine.submit(CopyBatch("d2h", (item,), (gate,)))
     async with forward(bench.driver) as (stream, _, _):
         behind = asyncio.create_task(stream.record().reached())
-        cpu = time.process_time()
-        await asyncio.sleep(0.3)
-        assert time.process_time() - cpu < 0.1, "what spins would take all of the time"
+        used: list[float] = []
+        for _ in range(3):  # once the collector may have come between
+            cpu = time.process_time()
+            await asyncio.sleep(0.1)
+            used.append(time.process_time() - cpu)
+        assert min(used) < 0.033, "what spins would take all of the time"
         assert not ticket.done and not behind.done()
     gate.mark_passed()
     await ticket
