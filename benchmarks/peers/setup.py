@@ -71,7 +71,10 @@ def interpreter(environment: Environment | None, tell: Callable[[str], None]) ->
     folder = _home() / environment.name
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not ready.exists():
-        tell(f"installing {environment.wheel} into {folder} (minutes)")
+        tell(
+            f"installing {environment.wheel} into {folder} (minutes; pip will say that dependencies "
+            "are missing, which is meant)"
+        )
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         subprocess.run([*pip, *_TORCH], check=True)
