@@ -72,8 +72,8 @@ def interpreter(environment: Environment | None, tell: Callable[[str], None]) ->
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not ready.exists():
         tell(
-            f"installing {environment.wheel} into {folder} (minutes; pip will say that dependencies "
-            "are missing, which is meant)"
+            f"installing {environment.wheel} into {folder} (minutes; "
+            "pip will say that dependencies are missing, which is meant)"
         )
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
