@@ -12,7 +12,7 @@ import pytest
 from phloem.actors.tree import TokenKey, Tree
 from phloem.actors.tree.audit import audit_tree
 from phloem.actors.tree.node import Node
-from phloem.actors.tree.policies import Lru
+from phloem.actors.tree.policies import Lfu, Lru
 
 DEEP = 200_000
 
@@ -126,10 +126,19 @@ def test_another_policy_asks_for_few_scores_in_each_turn(leaves: int) -> None:
             assert policy.asked <= 2 * 256
         evicted, _ = tree.evict(pages=1, states=1)
         assert (evicted.pages, evicted.states) == (1, 1)
-        assert policy.asked <= 2 * 256 + 50
+        assert policy.asked <= 2 * (256 + 2 * 32) + 10
     audit_tree(tree)
     tree.evict(pages=2 * leaves + 7)
     assert tree.figures().nodes == 0  # whatever had no score then
+
+
+def test_another_policy_scores_what_does_not_go_too() -> None:
+    tree = wide_tree(2000, Lru())
+    tree.use_policy(Lfu())
+    for _ in range(2000 // 32):
+        assert tree.evict_bytes(2, page_bytes=1, state_bytes=0)[0].pages == 2  # of leaves only
+    audit_tree(tree)
+    assert not tree.state_index._unscored
 
 
 @pytest.mark.parametrize("leaves", [100, 20_000])

@@ -29,7 +29,7 @@ _ENTRIES, _SLACK = 3, 64  # an index is swept when it has so many for each live 
 _REFRESHED = 1 << 13  # so many, through the candidates there are, are scored anew for each victim
 _REFRESHED_MIN, _REFRESHED_MAX = 1, 32
 _REFRESHED_FEW = _REFRESHED // _REFRESHED_MIN
-_SCORED_AT_ONCE = 256  # when the policy changes, and so many more with each victim:
+_SCORED_AT_ONCE = 256  # when the policy changes; so many more with each victim and eviction:
 _SCORED_A_VICTIM = 32
 _ID_BITS = 64
 _ID = (1 << _ID_BITS) - 1
@@ -185,7 +185,13 @@ class CandidateIndex:
             self.lower(heappop(expiring)[2])
 
     def shrink(self, live: int) -> None:
-        """Sweep one run when far more entries are dead than alive; `live` bounds the candidates."""
+        """An eviction has ended: sweep one run when far more entries are dead than alive.
+
+        `live` bounds the candidates. Since the policy changed some are scored, whether or not a
+        victim was one of them.
+        """
+        if self._unscored:
+            self._score_some(_SCORED_A_VICTIM)
         if self._size > _ENTRIES * live + _SLACK:
             self._sweep()
         if len(self._expiring) > 2 * live + _SLACK:
