@@ -15,6 +15,7 @@ import pytest
 from phloem import CacheRuntime
 from phloem.actors.tree import actor as tree_actor
 from phloem.actors.tree import border, tiering
+from phloem.actors.tree.shadows import Shadows
 from phloem.actors.tree.shedding import SheddingTree
 from phloem.errors import InvalidRequest
 from phloem.runtime.request import Request
@@ -79,6 +80,8 @@ def test_every_seed_draws_from_everything_there_is() -> None:
         ("one_memory", border.Border, "make_room"),
         ("windows", SheddingTree, "_evict_span"),
         ("prefetch", tiering, "_at_once"),
+        ("adaptive", Shadows, "visited"),
+        ("policies", CacheRuntime, "use_policy"),
     ],
 )
 def test_what_is_drawn_is_made_use_of(
