@@ -55,6 +55,7 @@ class HostRun:
         assert tree.host is not None
         for index in (tree.kv_index, tree.state_index, tree.host.kv_index, tree.host.state_index):
             index.run_size = 2
+            index.scored_at_once = index.scored_a_victim = 1
         self.page_bytes = page * TOKEN_BYTES
         self.stateful = "state" in kinds
         self.held: list[Lease] = []

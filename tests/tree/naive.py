@@ -45,6 +45,7 @@ class Compared:
         )
         for index in self.world.tree.indexes:
             index.run_size = 2  # so that entries lie in runs even here
+            index.scored_at_once = index.scored_a_victim = 1  # and a new policy finds some unscored
         self.page_bytes = page * TOKEN_BYTES
         self.stateful = "state" in kinds
         self.needs = [need_of(kind, page) for kind in kinds if ":" in kind]
@@ -321,7 +322,7 @@ class Compared:
         """The last page, or the state, of the node that goes first, found by looking at all."""
         tree = self.world.tree
         index = tree.kv_index if pages else tree.state_index if states else None
-        if index is None or not tree.policy.rises_only:
+        if index is None or index._unscored or not tree.policy.rises_only:
             return None
         nodes: list[Node] = [node for node in tree.radix if index.eligible(node)]
         if not nodes:

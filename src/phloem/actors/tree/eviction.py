@@ -29,8 +29,6 @@ _ENTRIES, _SLACK = 3, 64  # an index is swept when it has so many for each live 
 _REFRESHED = 1 << 13  # so many, through the candidates there are, are scored anew for each victim
 _REFRESHED_MIN, _REFRESHED_MAX = 1, 32
 _REFRESHED_FEW = _REFRESHED // _REFRESHED_MIN
-_SCORED_AT_ONCE = 256  # when the policy changes; so many more with each victim and eviction:
-_SCORED_A_VICTIM = 32
 _ID_BITS = 64
 _ID = (1 << _ID_BITS) - 1
 _ENTRY = SCORE_BYTES + _ID_BITS // 8
@@ -69,6 +67,8 @@ class CandidateIndex:
     """
 
     run_size = 2048  # entries of a run when it is made
+    scored_at_once = 256  # when the policy changes; so many more with each victim and eviction:
+    scored_a_victim = 32
 
     def __init__(
         self, bit: int, score: Callable[[Node], Score], eligible: Callable[[Node], bool]
@@ -115,7 +115,7 @@ class CandidateIndex:
             elif heads:
                 entry = heads[0][0]
             elif self._unscored:
-                self._score_some(_SCORED_A_VICTIM)
+                self._score_some(self.scored_a_victim)
                 continue
             else:
                 return None
@@ -123,7 +123,7 @@ class CandidateIndex:
             if below is not None and noted >= below:
                 return None
             if noted == KEEP and self._unscored:
-                self._score_some(_SCORED_A_VICTIM)
+                self._score_some(self.scored_a_victim)
                 continue
             number = entry & _ID
             if entries.get(number) == entry:
@@ -145,7 +145,7 @@ class CandidateIndex:
         assert number == node.id, "something came between"
         self._forget(node)
         if self._unscored:
-            self._score_some(_SCORED_A_VICTIM)
+            self._score_some(self.scored_a_victim)
 
     def lower(self, node: Node) -> None:
         """The score of `node` may have fallen: then its former entry will be passed over."""
@@ -191,7 +191,7 @@ class CandidateIndex:
         victim was one of them.
         """
         if self._unscored:
-            self._score_some(_SCORED_A_VICTIM)
+            self._score_some(self.scored_a_victim)
         if self._size > _ENTRIES * live + _SLACK:
             self._sweep()
         if len(self._expiring) > 2 * live + _SLACK:
@@ -205,7 +205,7 @@ class CandidateIndex:
         self.score = score
         self._forget_order()
         self._unscored.extend(reversed(self._nodes))
-        self._score_some(_SCORED_AT_ONCE)
+        self._score_some(self.scored_at_once)
 
     def rebuild(self) -> None:
         """Score every candidate anew at once."""
