@@ -118,15 +118,15 @@ def test_another_policy_asks_for_few_scores_in_each_turn(leaves: int) -> None:
     policy = Counting()
     tree = wide_tree(leaves, Lru())
     tree.use_policy(policy)
-    assert 0 < policy.asked <= 2 * 256
+    assert 0 < policy.asked <= 2 * 512
     for turn in range(30):
         policy.asked = 0
         if turn == 10:
             tree.use_policy(policy)  # again, before all have been scored
-            assert policy.asked <= 2 * 256
+            assert policy.asked <= 2 * 512
         evicted, _ = tree.evict(pages=1, states=1)
         assert (evicted.pages, evicted.states) == (1, 1)
-        assert policy.asked <= 2 * (256 + 2 * 32) + 10
+        assert policy.asked <= 2 * (512 + 2 * 32) + 10
     audit_tree(tree)
     tree.evict(pages=2 * leaves + 7)
     assert tree.figures().nodes == 0  # whatever had no score then

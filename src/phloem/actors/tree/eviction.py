@@ -67,7 +67,7 @@ class CandidateIndex:
     """
 
     run_size = 2048  # entries of a run when it is made
-    scored_at_once = 256  # when the policy changes; so many more with each victim and eviction:
+    scored_at_once = 512  # when the policy changes; so many more with each victim and eviction:
     scored_a_victim = 32
 
     def __init__(
