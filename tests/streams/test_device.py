@@ -50,6 +50,9 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
     assert isinstance(forward, FakeStream)
     stream, gate = DeviceStream("forward", forward, driver, post), threading.Event()
     forward.put(lambda: (gate.wait(), None)[1])
+    told, copies = threading.Event(), engine._streams["d2h"]
+    assert isinstance(copies, FakeStream)
+    copies.put(lambda: (told.wait(), None)[1])  # what runs next has begun when the step was over
     step = StepTicket(stream, post=post)
     step.launched()
     step.end()
@@ -66,6 +69,8 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
     )
     opened_ns = monotonic_ns()
     gate.set()
+    await step.fence.reached()
+    told.set()
     await second
     # Launched long before, they began only when the device let them.
     assert first.started_ns is not None and first.started_ns >= opened_ns
