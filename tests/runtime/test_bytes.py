@@ -55,10 +55,16 @@ async def test_every_reuse_reads_its_own_bytes(shape: str, inline: bool) -> None
 
 
 async def test_every_reuse_reads_its_own_bytes_without_states(inline: bool) -> None:
+    tried: Counter[str] = Counter()
     async with house(inline=inline, pages=14, layout=ATTENTION) as here:
-        async with asyncio.timeout(60):
-            tried = await traffic(here, 7, 60)
-        assert tried["reused"] > 0 and tried["finished"] > 0
+        for seed in range(
+            20
+        ):  # what comes of one depends on how the loop and the threads take turns
+            async with asyncio.timeout(60):
+                tried += await traffic(here, seed, 60)
+            if tried["reused"] and tried["finished"]:
+                break
+    assert tried["reused"] > 0 and tried["finished"] > 0
 
 
 async def test_the_checks_notice_wrong_bytes(inline: bool) -> None:
