@@ -50,9 +50,12 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
     assert isinstance(forward, FakeStream)
     stream, gate = DeviceStream("forward", forward, driver, post), threading.Event()
     forward.put(lambda: (gate.wait(), None)[1])
-    told, copies = threading.Event(), engine._streams["d2h"]
-    assert isinstance(copies, FakeStream)
-    copies.put(lambda: (told.wait(), None)[1])  # what runs next has begun when the step was over
+    told, heard = threading.Event(), threading.Event()
+    backups, loads = engine._streams["d2h"], engine._streams["h2d"]
+    assert isinstance(backups, FakeStream) and isinstance(loads, FakeStream)
+    # What runs next ends when it was told that what it waited for is over: then it has begun.
+    backups.put(lambda: (told.wait(), None)[1])
+    loads.put(lambda: (heard.wait(), None)[1])
     step = StepTicket(stream, post=post)
     step.launched()
     step.end()
@@ -71,6 +74,8 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
     gate.set()
     await step.fence.reached()
     told.set()
+    await first
+    heard.set()
     await second
     # Launched long before, they began only when the device let them.
     assert first.started_ns is not None and first.started_ns >= opened_ns
