@@ -30,9 +30,7 @@ from phloem.runtime.devices import (
     host_pools_for,
     pools_for,
 )
-from phloem.runtime.nowait import (
-    Nowait,
-)
+from phloem.runtime.nowait import Nowait
 from phloem.runtime.observe.counts import Counts
 from phloem.runtime.tracing import caller_context, several
 
