@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import structlog
 
@@ -186,6 +187,37 @@ def test_a_broken_disk_is_told_at_the_end() -> None:
         log.close()
     assert log.dropped == 2  # with the line that says that the log was opened
     log.close()
+
+
+def test_an_event_that_no_line_can_hold_is_left_out_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = open_log(path)
+    log(OPENED)
+    log(msgspec.structs.replace(OPENED, tokens=object()))
+    log(FREED)
+    with pytest.raises(TypeError, match="object"):
+        log.close()
+    assert [entry.event for entry in entries_of(path)] == [OPENED, FREED, EventsDropped(count=1)]
+    assert log.dropped == 1
+
+
+async def test_positions_of_another_library_are_written_as_numbers(tmp_path: Path) -> None:
+    layout = ModelLayout.attention_only(layers=1, kv_heads=1, head_dim=4)
+    config = CacheConfig(layout=layout, page_size=2, device_pages=8)
+    with open_log(tmp_path / "log") as log:
+        async with CacheRuntime(config, events=log) as cache:
+            places = np.array([4, 6])
+            async with cache.request(range(8), breakpoints=places[:1]) as request:
+                await request.allocate(6)
+                await request.ready()
+                with cache.step([request]) as step:
+                    step.launched({request: places[1]})
+                assert type(request.computed) is int
+                await request.finish()
+    (ended,) = [
+        e.event for e in read_log(tmp_path / "log") if isinstance(e.event, events.RequestEnded)
+    ]
+    assert ended.computed == 6
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from phloem import CacheRuntime, InvalidRequest
+from phloem import CacheCrashed, CacheRuntime, InvalidRequest
 from phloem.actors.tree.core import WritePolicy
 from phloem.actors.tree.results import LOST, Match
 from phloem.runtime.observe.counts import TIERS
@@ -111,6 +111,36 @@ async def test_nothing_is_served_that_is_not_counted() -> None:
     async with CacheRuntime(config(False), metrics=True) as cache:
         with pytest.raises(InvalidRequest, match="port 70000"):
             cache.serve_metrics(port=70000)
+
+
+async def test_after_a_crash_the_counters_stay_and_the_gauges_go() -> None:
+    async with CacheRuntime(config(True), metrics=True) as cache:
+        with cache.serve_metrics(port=0) as server:
+            async with cache.request([1, 2, 3]):
+                pass
+            with pytest.raises(CacheCrashed):
+                cache.core.run("no message")  # type: ignore[arg-type]  # on purpose
+            series = await scrape(server)
+    assert series["phloem_lookups_total", ()] == 1
+    assert not any(name == "phloem_leases" for name, _ in series)
+
+
+async def test_a_scrape_changes_nothing_and_counts_what_is_protected() -> None:
+    """It is made in a thread of its own, in which the tree must not be written to."""
+    async with CacheRuntime(config(False), metrics=True) as cache:
+        with cache.serve_metrics(port=0) as server:
+            for tokens in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):
+                grant = cache.nowait.allocate(pages=len(tokens) // 2)
+                cache.nowait.insert(tokens, pages=grant.pages)
+            lease = cache.nowait.acquire([1, 2, 3, 4, 5, 6], whole=True)
+            unsettled = dict(cache.core.tree.leases.unsettled)
+            assert unsettled
+            series = await scrape(server)
+            assert series["phloem_tree_protected", ("attention",)] == 3
+            assert cache.core.tree.leases.unsettled == unsettled
+            assert cache.stats().tree.pages_protected == 3
+            assert not cache.core.tree.leases.unsettled
+            lease.release()
 
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

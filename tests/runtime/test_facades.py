@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable
+from math import inf
 
+import msgspec
 import pytest
 
 from phloem import (
     CacheConfig,
+    CacheCrashed,
     CacheRuntime,
+    DevicePools,
     InvalidRequest,
     ModelLayout,
     NoRoom,
@@ -18,7 +23,8 @@ from phloem import (
     StaleHandle,
     StateSpec,
 )
-from phloem.cuda_streams.engine import CopyBatch, Fence, Ticket
+from phloem.actors.messages import CopyWorkingState
+from phloem.cuda_streams.engine import Clear, CopyBatch, Fence, Post, Ticket
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.cuda_streams.workers import ThreadWorker
 from phloem.runtime.sync import BlockingCacheRuntime, SyncCacheRuntime
@@ -166,6 +172,87 @@ def test_closed_facades_refuse() -> None:
     blocking = asyncio.run(there())
     with pytest.raises(RuntimeClosed):
         blocking.match(PREFIX)
+
+
+def _must(happened: bool) -> None:
+    assert happened
+
+
+def test_a_crashed_runtime_is_closed_like_any_other() -> None:
+    cache = SyncCacheRuntime(CONFIG).open()
+    with pytest.raises(CacheCrashed):
+        cache.inner.core.run("no message")  # type: ignore[arg-type]  # on purpose
+    cache.close()
+    assert not [t for t in threading.enumerate() if t.name in ("phloem-d2d", "phloem-h2d")]
+
+
+@pytest.mark.parametrize("how", ["sync", "cancelled"])
+def test_a_copy_that_hangs_holds_up_nobody_who_closes(how: str) -> None:
+    """Nothing begins any more; whoever wrote into the pools when they were given up is let end."""
+    go_on = threading.Event()
+    engines: list[ThreadEngine] = []
+
+    def hanging(post: Post) -> ThreadEngine:
+        engines.append(ThreadEngine(post, fault=lambda *_: _must(go_on.wait(60))))
+        return engines[-1]
+
+    pools = DevicePools.allocate(LAYOUT, pages=16, states=5, page_size=4)
+    config = msgspec.structs.replace(CONFIG, close_timeout_s=0.05 if how == "sync" else 600.0)
+
+    def in_one_thread() -> None:
+        cache = SyncCacheRuntime(config, engine=hanging).open()
+        core = cache.inner.core
+        core.domain.send(core.tree_actor, CopyWorkingState(1, 2, "r"))
+        cache.close()
+
+    async def on_a_loop() -> None:
+        cache = await CacheRuntime(config, engine=hanging).open()
+        core = cache.core
+        core.domain.send(core.tree_actor, CopyWorkingState(1, 2, "r"))
+        closing = asyncio.ensure_future(cache.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert core.stopped
+        await cache.close()
+
+    if how == "sync":
+        in_one_thread()
+    else:
+        asyncio.run(on_a_loop())
+    with pytest.raises(RuntimeClosed):
+        engines[0].submit(CopyBatch("d2d", (Clear(pools.state_rows, (1,)),)))
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "phloem-close":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_time_out_may_be_infinite() -> None:
+    config = msgspec.structs.replace(CONFIG, copy_timeout_s=inf, close_timeout_s=inf)
+    with SyncCacheRuntime(config) as cache:
+        assert serve(cache, PREFIX) == 0
+
+
+async def test_on_its_own_loop_a_blocking_call_is_refused() -> None:
+    async with CacheRuntime(CONFIG) as inner:
+        blocking = BlockingCacheRuntime(inner, asyncio.get_running_loop())
+        with pytest.raises(InvalidRequest, match="awaited"):
+            blocking.match(PREFIX)
+
+
+async def test_one_error_for_all_calls_keeps_no_frames() -> None:
+    """A runtime that has stopped raises the same error whoever calls, however often."""
+    async with CacheRuntime(CONFIG) as cache:
+        core = cache.core
+        with pytest.raises(CacheCrashed):
+            core.run("no message")  # type: ignore[arg-type]  # on purpose
+        for _ in range(20):
+            with pytest.raises(CacheCrashed) as caught:
+                core.check_open()
+        assert len(traceback.extract_tb(caught.value.__traceback__)) < 5
 
 
 class _SlowEngine(ThreadEngine):

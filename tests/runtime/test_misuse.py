@@ -7,6 +7,7 @@ import gc
 from array import array
 from collections.abc import Awaitable, Callable
 from functools import partial
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,8 @@ async def test_bad_openings(inline: bool) -> None:
             lambda: cache.open_request(PROMPT, breakpoints=[-1]),
             lambda: cache.open_request(PROMPT, breakpoints=[len(PROMPT) + 1]),
             lambda: cache.open_request(PROMPT, breakpoints=[1.5]),  # type: ignore[list-item]  # on purpose
+            lambda: cache.open_request(PROMPT, session="s", session_ttl=inf),
+            lambda: cache.open_request(PROMPT, priority=1, keep_for=nan),
             lambda: cache.open_request(PROMPT, marks=[ContentMark(10, 9, b"x" * 8)]),
             lambda: cache.open_request(PROMPT, marks=[ContentMark(-1, 2, b"x" * 8)]),
             lambda: cache.nowait.match(TokenKey.of(PROMPT), namespace=Namespace("other")),
@@ -214,6 +217,11 @@ async def test_steps_take_only_live_requests_of_this_runtime(inline: bool) -> No
         await refused(here, StaleHandle, lambda: cache.step([mine, foreign]))
         await refused(here, StaleHandle, lambda: cache.step([over]))
         await refused(here, InvalidRequest, lambda: cache.step([mine, mine]))
+        suspended = await ready_request(here)
+        await suspended.suspend()
+        await refused(here, InvalidRequest, lambda: cache.step([mine, suspended]))
+        assert not mine.fences(), "it would wait for ever for a step that nobody has"
+        suspended.abort()
         step = cache.step([mine])
         await refused(here, InvalidRequest, lambda: step.launched({other: 4}), match="not of step")
         await refused(here, InvalidRequest, lambda: step.launched({foreign: 4}))
@@ -502,6 +510,8 @@ async def test_a_runtime_belongs_to_its_loop(inline: bool) -> None:
             asyncio.run(use())
 
         await asyncio.to_thread(elsewhere)
+        with pytest.raises(InvalidRequest, match="event loop"):
+            await asyncio.to_thread(here.cache.stats)  # a thread without a loop
 
 
 WRONG_CONFIGS: dict[str, dict[str, Any]] = {

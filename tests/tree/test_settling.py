@@ -103,6 +103,8 @@ def test_no_more_than_a_few_are_ever_unsettled() -> None:
     assert len(world.tree.leases.unsettled) == 64
     assert world.tree.leases.pages_protected == 36 * 3
     audit_tree(world.tree)
+    assert world.tree.figures_unsettled().pages_protected == 300
+    assert world.tree.leases.unsettled, "only `figures` counts them"
     assert world.tree.figures().pages_protected == 300
 
 

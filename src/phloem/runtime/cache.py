@@ -14,6 +14,7 @@ from phloem.actors.allocator import Grant
 from phloem.actors.tree.dump import Dump
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
 from phloem.actors.tree.policies import Policy
+from phloem.actors.tree.results import TreeFigures
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
 from phloem.cuda_streams.engine import Stream
 from phloem.cuda_streams.workers import WorkerStream
@@ -125,6 +126,7 @@ class CacheRuntime(OpenRuntime):
         for request in requests:
             if core.requests.get(request.id) is not request:
                 raise StaleHandle(f"{request} is not a live request of this runtime")
+            request.check_open()  # of all, before any of them is told of the step
         if len({request.id for request in requests}) != len(requests):
             raise InvalidRequest("a request is named twice")
         named = core.streams.named(stream)
@@ -266,9 +268,11 @@ class CacheRuntime(OpenRuntime):
 
     def stats(self) -> Stats:
         """The runtime in numbers."""
-        return self._stats_of(self.core)
+        core = self.core
+        return self._stats_of(core, core.tree.figures())
 
-    def _stats_of(self, core: Core) -> Stats:
+    def _stats_of(self, core: Core, tree: TreeFigures) -> Stats:
+        """Reads numbers and changes nothing, so that any thread may call it."""
         host, border = core.host_ledger, core.tree_actor.border
         return Stats(
             kv=pool_stats(core.ledger.kv),
@@ -280,12 +284,12 @@ class CacheRuntime(OpenRuntime):
             tokens_loaded=core.tokens_loaded,
             frames_cleared=0 if border is None else border.frames_cleared,
             pages_moved=0 if border is None else border.pages_moved,
-            tree=core.tree.figures(),
+            tree=tree,
             requests=len(core.requests),
             waiting=core.allocator.waiting,
             copies_in_flight=core.transfer.in_flight,
             turns=core.domain.turns,
-            actions=dict(sorted(core.tree_actor.counts.items())),
+            actions=dict(sorted(core.tree_actor.counts.copy().items())),
             refused_checkpoints=core.refused_checkpoints,
             leases_leaked=core.leases_leaked,
             host_closed="" if core.tree_actor.tiers is None else core.tree_actor.tiers.closed,
@@ -308,9 +312,9 @@ class CacheRuntime(OpenRuntime):
             ) from error
         core = self.core
 
-        def stats() -> Stats:  # read by the server's thread: numbers only
+        def stats() -> Stats:  # in the server's thread, beside the loop's
             core.check_open()
-            return self._stats_of(core)
+            return self._stats_of(core, core.tree.figures_unsettled())
 
         return MetricsServer(self._counts, stats, port=port, host=host)
 

@@ -150,8 +150,7 @@ class Core:
 
     def check_open(self) -> None:
         """Raise `RuntimeClosed` or `CacheCrashed` when the runtime serves nobody any more."""
-        if self.domain.stopped is not None:
-            raise self.domain.stopped
+        self.domain.check_running()
         if self.closing:
             raise RuntimeClosed("the runtime is closing")
 

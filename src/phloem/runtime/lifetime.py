@@ -34,7 +34,7 @@ from phloem.runtime.nowait import Nowait
 from phloem.runtime.observe.counts import Counts
 from phloem.runtime.tracing import caller_context, several
 
-__all__ = ["OpenRuntime"]
+__all__ = ["OpenRuntime", "running_loop"]
 
 
 class OpenRuntime:
@@ -134,17 +134,23 @@ class OpenRuntime:
     async def close(self) -> None:
         """Refuse new calls, abort what still runs, let copies end, stop the actors. Idempotent.
 
-        Waits for copies at most `close_timeout_s`; what was still owned is in the last event.
+        Waits for copies at most `close_timeout_s`; what was still owned is in the last event. If
+        the caller is cancelled by `Task.cancel` it waits no longer, but all is stopped all the
+        same; a thread of its own then sees the copies that have not ended to their ends.
         """
         if not self.begin_closing():
             return
         assert self._engine is not None
-        # Shielded: a cancelled closer must not leave copies writing into pools that are given up.
-        with anyio.move_on_after(self.config.close_timeout_s, shield=True) as patience:
-            await self._engine.drain()
-            if self._core is not None:
-                await self._core.streams.settled()
-        self.end_closing(stuck=patience.cancelled_caught)
+        stuck = True
+        try:
+            # Shielded from cancel scopes around it; a native cancellation goes through shields.
+            with anyio.move_on_after(self.config.close_timeout_s, shield=True) as patience:
+                await self._engine.drain()
+                if self._core is not None:
+                    await self._core.streams.settled()
+            stuck = patience.cancelled_caught
+        finally:
+            self.end_closing(stuck=stuck)
 
     def begin_closing(self) -> bool:
         """Refuse new calls and abort what runs; False when there is nothing left to close."""
@@ -208,6 +214,11 @@ class OpenRuntime:
         await self.close()
 
     @property
+    def copies_in_flight(self) -> int:
+        """Copies that have not ended, also while it is being closed and after a crash."""
+        return 0 if self._core is None else self._core.transfer.in_flight
+
+    @property
     def is_open(self) -> bool:
         """True between `open` and `close`, as long as no invariant has broken."""
         return self._core is not None and not self._closed and not self._core.stopped
@@ -218,7 +229,7 @@ class OpenRuntime:
         core = self._core
         if core is None or self._closed:
             raise RuntimeClosed("the runtime is not open")
-        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+        if self._loop is not None and running_loop() is not self._loop:
             raise InvalidRequest("a runtime belongs to the event loop it was opened in")
         core.check_open()
         return core
@@ -234,3 +245,11 @@ class OpenRuntime:
     def grid(self) -> int:
         """States can be kept at multiples of so many tokens."""
         return self.core.grid
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread; None where there is none."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

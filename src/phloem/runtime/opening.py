@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, TypedDict
 
 from phloem.actors import messages as m
@@ -51,15 +52,15 @@ def open_message(
     key = TokenKey.of(tokens, options.get("namespace"), options.get("marks", ()))
     if not key.length:
         raise InvalidRequest("a request needs at least one token")
-    breakpoints = options.get("breakpoints", ())
+    breakpoints = tuple(integer("breakpoint", one) for one in options.get("breakpoints", ()))
     for position in breakpoints:
-        if not 0 <= integer("breakpoint", position) <= key.length:
+        if position > key.length:
             raise InvalidRequest(f"breakpoint {position} of a prompt of {key.length} tokens")
     return m.Open(
         key,
         limit_of(key, options.get("whole", False)),
         options.get("id") or core.next_id(),
-        tuple(breakpoints),
+        breakpoints,
         options.get("session"),
         _ends(core, "session_ttl", options.get("session_ttl")),
         integer("priority", options.get("priority", 0)),
@@ -72,8 +73,8 @@ def _ends(core: Core, what: str, seconds: float | None) -> int:
     """The time, in milliseconds, at which something ends that lasts so long; 0: never."""
     if seconds is None:
         return 0
-    if not seconds > 0:
-        raise InvalidRequest(f"{what} is {seconds} seconds; it is above 0, or None")
+    if not 0 < seconds < inf:
+        raise InvalidRequest(f"{what} is {seconds} seconds; it is above 0, or None for no end")
     return core.clock() + max(1, round(seconds * 1000))
 
 

@@ -204,9 +204,12 @@ class Request(Arriving):
                 break
         return start, end
 
-    def step_opened(self, step: Step) -> None:
-        """For `Step`: a pass over this request begins."""
+    def check_open(self) -> None:
+        """For `CacheRuntime.step`: raise `StaleHandle` or `InvalidRequest` where none can begin."""
         self._check_alive()
+
+    def step_opened(self, step: Step) -> None:
+        """For `CacheRuntime.step`, after `check_open`: a pass over this request begins."""
         self._read_by((step.fence,))
         self._steps[step.number] = step
         step.fence.add_callback(lambda: self._step_over(step.number))

@@ -87,12 +87,16 @@ class Step:
                     f"step {self.number} was opened on data of {request} that did not arrive",
                     tokens_ok=request.computed,
                 )
-        for request, end in ends.items():
-            request.check_end(integer("end", end), integer("state_at", late.get(request, end)))
+        reached = {  # as plain integers: a caller's may be those of another library
+            request: (integer("end", end), integer("state_at", late.get(request, end)))
+            for request, end in ends.items()
+        }
+        for request, (end, state_at) in reached.items():
+            request.check_end(end, state_at)
         self._ticket.launched(None if stream is None else self._core.streams.named(stream))
-        spans = [(self._starts[request.id], end) for request, end in ends.items()]
-        for request, end in ends.items():
-            request.step_launched(end, late.get(request, end))
+        spans = [(self._starts[request.id], end) for request, (end, _) in reached.items()]
+        for request, (end, state_at) in reached.items():
+            request.step_launched(end, state_at)
         self._core.watch_pass(spans, self.fence)
         self._tell(self.state, self._core.domain.caller_context())
 

@@ -35,6 +35,7 @@ from phloem.runtime.cache import CacheRuntime, Stats
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.devices import EngineFactory
 from phloem.runtime.lease import Lease
+from phloem.runtime.lifetime import running_loop
 from phloem.runtime.opening import RequestOptions
 from phloem.runtime.request import Publish, Request
 from phloem.runtime.step import Step
@@ -77,7 +78,12 @@ class QueuePoster:
         return count
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until something is posted; False when `timeout` seconds have passed first."""
+        """Block until something is posted; False when `timeout` seconds have passed first.
+
+        As long as it takes if that is None.
+        """
+        if timeout is not None:
+            timeout = min(timeout, threading.TIMEOUT_MAX)  # `inf` seconds are a time-out, too
         with self._posted:
             return self._posted.wait_for(lambda: bool(self._queue), timeout)
 
@@ -336,16 +342,18 @@ class SyncCacheRuntime(_Facade):
         return self
 
     def close(self) -> None:
-        """Abort what runs, let copies end while one ends in `close_timeout_s`, stop. Idempotent."""
+        """Abort what runs, let copies end, stop. Idempotent.
+
+        Waits for copies as long as one ends in `close_timeout_s`; a thread of its own waits for
+        those that do not.
+        """
         self._check_thread()
-        core = self.inner.core if self.inner.is_open else None
         if not self.inner.begin_closing():
             return
-        assert core is not None
-        self.poll()
-        while core.transfer.in_flight and self._poster.wait(self.inner.config.close_timeout_s):
+        self._poster.serve()
+        while self.inner.copies_in_flight and self._poster.wait(self.inner.config.close_timeout_s):
             self._poster.serve()
-        self.inner.end_closing()
+        self.inner.end_closing(stuck=self.inner.copies_in_flight > 0)
 
     def poll(self) -> int:
         """Take in what has ended since the last call; never blocks. Returns how many posts."""
@@ -395,7 +403,8 @@ class BlockingCacheRuntime(_Facade):
     """A runtime on another thread's event loop, for threads that block.
 
     The runtime is opened and closed there; this facade may be used from any other thread. A thread
-    that is interrupted while it waits cancels its call.
+    that is interrupted while it waits cancels its call. Calls raise `InvalidRequest` in a task of
+    that loop, which would wait for itself, and `RuntimeClosed` once the loop is closed.
     """
 
     def __init__(self, inner: CacheRuntime, loop: asyncio.AbstractEventLoop) -> None:
@@ -403,10 +412,13 @@ class BlockingCacheRuntime(_Facade):
         self._loop = loop
 
     def _run_there(self, work: Coroutine[object, None, T]) -> T:
-        if self._loop.is_closed():
+        loop = self._loop
+        if loop.is_closed():
             work.close()
             raise RuntimeClosed("the event loop of the runtime is closed")
-        loop = self._loop
+        if running_loop() is loop:
+            work.close()
+            raise InvalidRequest("on the runtime's own event loop its calls are awaited")
         future = asyncio.run_coroutine_threadsafe(_as_task(work), loop)
         try:
             if isinstance(loop, SimulatedLoop):  # it stands still until this thread does

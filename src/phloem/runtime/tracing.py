@@ -70,7 +70,10 @@ class LogOpened(ev.Event, frozen=True, gc=False, kw_only=True):
 
 
 class EventsDropped(ev.Event, frozen=True, gc=False, kw_only=True):
-    """The queue was full, or the log was closed: `count` events before this line are missing."""
+    """`count` events before this line are missing: the queue was full, or they cannot be encoded.
+
+    Those that came when the log was closed count among them.
+    """
 
     count: int
 
@@ -179,9 +182,11 @@ class EventLog:
         self._lines = _Lines()
         self._logger = _bound_logger(self._lines, self._least, style, fields)
         self._refused = 0  # by the caller's thread: the queue was full
-        self._refused_told = 0
+        self._unencoded = 0  # by the writer's thread: no line can hold them
+        self._missing_told = 0
         self._lost = 0  # by the writer's thread: it could not write
-        self._failed: Exception | None = None
+        self._broken = False  # and will not try again
+        self._failed: Exception | None = None  # the first of what went wrong
         names = sorted(kind.__name__ for kind in self._kinds or ())
         opened = LogOpened(schema=ev.SCHEMA, least=level, kinds=names, sample=sample)
         self._queue.append((clock(), opened))
@@ -212,7 +217,7 @@ class EventLog:
     @property
     def dropped(self) -> int:
         """Events that were not written, beyond those that the level or the kinds leave out."""
-        return self._refused + self._lost
+        return self._refused + self._unencoded + self._lost
 
     def close(self) -> None:
         """Write what is queued, end the thread, close the file if the log opened it. Idempotent.
@@ -256,21 +261,29 @@ class EventLog:
     def _write_some(self) -> None:
         count = min(len(self._queue), _LINES_A_WRITE)
         for _ in range(count):
-            self._render(*self._queue.popleft())
-        if missing := self._refused - self._refused_told:
-            self._refused_told += missing
+            time_s, event = self._queue.popleft()
+            try:
+                self._render(time_s, event)
+            except Exception as error:  # noqa: BLE001  told by `close`; the others are written
+                self._failed = self._failed or error
+                self._unencoded += 1
+        rendered = len(self._lines.lines)
+        if missing := self._refused + self._unencoded - self._missing_told:
+            self._missing_told += missing
             self._render(self._clock(), EventsDropped(count=missing))
         text = self._lines.take()
-        if self._failed is None and text:
+        if text and not self._broken:
             try:
                 self._out.write(text)
                 self._out.flush()
             except Exception as error:  # noqa: BLE001  told by `close`
-                self._failed = error
-        if self._failed is not None:
-            self._lost += count
+                self._failed = self._failed or error
+                self._broken = True
+        if self._broken:
+            self._lost += rendered
 
     def _render(self, time_s: float, event: ev.Event) -> None:
+        """Gather its line. Raises what structlog or its renderer does."""
         self._logger.log(
             max(level_of(event), self._least),  # a log always says that it was opened
             type(event).__name__,

@@ -224,11 +224,21 @@ class TreeCore:
     def figures(self) -> TreeFigures:
         """The tree in numbers; costs the same at any size."""
         self.leases.settle()
+        return self._figures(self.leases.pages_protected)
+
+    def figures_unsettled(self) -> TreeFigures:
+        """The same numbers for a thread that may not change anything, `settle` neither.
+
+        What the tree does at that moment may be counted in one number and not yet in another.
+        """
+        return self._figures(self.leases.pages_protected + self.leases.pages_not_counted())
+
+    def _figures(self, pages_protected: int) -> TreeFigures:
         host = self.host
         if host is None:
-            return self._device_figures()
+            return self._device_figures(pages_protected)
         return msgspec.structs.replace(
-            self._device_figures(),
+            self._device_figures(pages_protected),
             pages_leaving=host.pages_leaving,
             states_leaving=host.states_leaving,
             host_pages=host.pages + self.former.host_pages,
@@ -238,7 +248,7 @@ class TreeCore:
             operations=len(self.operations),
         )
 
-    def _device_figures(self) -> TreeFigures:
+    def _device_figures(self, pages_protected: int) -> TreeFigures:
         return TreeFigures(
             generation=self.generation,
             namespaces=len(self.radix.roots),
@@ -246,7 +256,7 @@ class TreeCore:
             leaves=self.radix.leaves,
             leases=len(self.leases.live),
             pages=self.radix.pages + self.former.pages,
-            pages_protected=self.leases.pages_protected + self.former.pages,
+            pages_protected=pages_protected + self.former.pages,
             states=self.radix.states + self.former.states,
             states_protected=self.leases.states_protected + self.former.states,
             spans=self._span_figures() if self.spans else (),

@@ -229,6 +229,21 @@ class Leases:
         for node in list(self.unsettled.values()):
             self._count(node)
 
+    def pages_not_counted(self) -> int:
+        """What `settle` would add to `pages_protected`; changes nothing."""
+        met: set[int] = set()
+        size = 0
+        for unsettled in list(self.unsettled.values()):
+            node = unsettled
+            while not node.counted and node.id not in met:
+                parent = node.parent
+                if parent is None:
+                    break
+                met.add(node.id)
+                size += len(node.page_ids)
+                node = parent
+        return size // ID_BYTES
+
     def _protect(self, node: Node) -> None:
         leases = node.leases = node.leases + 1
         if node.counted or leases > 1 or node.parent is None:

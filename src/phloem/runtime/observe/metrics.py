@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from phloem.actors.tree.components import SPANS
-from phloem.errors import InvalidRequest, RuntimeClosed
+from phloem.errors import CacheCrashed, InvalidRequest, RuntimeClosed
 from phloem.runtime.observe.counts import Counts
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ Sample = tuple[tuple[str, ...], float]
 class CacheCollector(Collector):
     """Shows a runtime to a registry of `prometheus_client`; `stats` are read at each scrape.
 
-    After the runtime's end the counters stay and the gauges go.
+    After the runtime's end, also by a crash, the counters stay and the gauges go.
     """
 
     def __init__(self, counts: Counts, stats: Callable[[], Stats]) -> None:
@@ -110,7 +110,7 @@ class CacheCollector(Collector):
         counters = self._counters()
         try:
             gauges = _gauges(self._stats())
-        except RuntimeClosed:
+        except (RuntimeClosed, CacheCrashed):
             gauges = {}
         for name, about in METRICS.items():
             found = counters.get(name, gauges.get(name))
