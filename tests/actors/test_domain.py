@@ -525,3 +525,37 @@ def test_without_a_loop_everything_happens_at_once() -> None:
     domain.send(echo, Say("a", then=(Say("b"),)))
     assert echo.log == ["a", "b"]
     assert domain.run(echo, Say("c")) == "c"
+
+
+@pytest.mark.parametrize("how", ["inline", "drained", "sent"])
+def test_an_interrupt_within_a_turn_stops_the_domain(how: str) -> None:
+    """What it has cut in two cannot go on, and whoever waits for something hears of it."""
+    domain = Domain()
+    echo = Echo(domain)
+    waiting = domain.call(echo, Promise("later"))
+    waiting.send(None)
+
+    def interrupted(message: object) -> object:
+        raise KeyboardInterrupt(message)
+
+    echo.handlers = {**echo.handlers, Ask: interrupted}
+    if how == "drained":
+        domain.send_soon(echo, Say("before"))
+    with pytest.raises(KeyboardInterrupt):
+        if how == "sent":
+            domain.send(echo, Ask())
+        else:
+            domain.run(echo, Ask())
+    with pytest.raises(CacheCrashed, match="KeyboardInterrupt"):
+        waiting.send(None)
+    with pytest.raises(CacheCrashed, match="KeyboardInterrupt"):
+        domain.check_running()
+
+
+def test_nothing_is_sent_for_later_after_the_end() -> None:
+    domain = Domain()
+    echo = Echo(domain)
+    domain.stop(RuntimeClosed("over"))
+    domain.send_soon(echo, Say("a"))
+    domain.drain()
+    assert not domain.queued and not echo.log

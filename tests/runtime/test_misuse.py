@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from serving import ATTENTION, HYBRID, PAGE, House, compute, dump, house, rounds, run, seed
 
 from phloem import (
@@ -62,6 +63,7 @@ BAD_TOKENS: dict[str, Any] = {
     "huge": [2**70],
     "float": [1, 2.0, 3],
     "none": [1, None],
+    "tensor_of_floats": [1, torch.tensor(2.5)],
     "text": "abc",
     "array_of_floats": np.array([1.0, 2.0]),
     "array_of_large": np.array([1, 2**40]),

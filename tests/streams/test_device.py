@@ -195,6 +195,41 @@ async def test_a_lost_device_fails_everything_at_once(bench: Bench) -> None:
         engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
 
 
+async def test_a_device_lost_behind_the_last_layer_fails_the_copy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last piece of work and the event behind it: the launching thread goes on."""
+    engine, driver = bench.engine(), bench.driver
+    record = driver.record
+
+    def lost(stream: object) -> object:
+        driver.lost = True
+        return record(stream)
+
+    monkeypatch.setattr(driver, "record", lost)
+    ticket = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDead):
+            await ticket
+
+
+async def test_an_engine_that_cannot_be_made_leaves_nothing() -> None:
+    driver, threads = FakeDriver(), threading.active_count()
+
+    def no_memory(stream: object, nbytes: int) -> torch.Tensor:
+        if driver.streams.index(stream) == 1:  # type: ignore[arg-type]  # it is one of these
+            raise torch.OutOfMemoryError
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    driver.empty = no_memory  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        DeviceEngine(LoopPoster(asyncio.get_running_loop()), driver)
+    assert not driver.streams and driver.closed == 2
+    async with asyncio.timeout(60):
+        while threading.active_count() > threads:  # those of the fake streams  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def test_an_error_that_passes_fails_one_copy(bench: Bench) -> None:
     engine = bench.engine()
     driver = bench.driver

@@ -36,6 +36,25 @@ class TestFence:
         assert not Fence().passed
         assert not Fence().wait(timeout=0.01)
 
+    def test_one_that_raises_keeps_nothing_from_the_others(self) -> None:
+        fence, heard = Fence(), list[str]()
+
+        def raises(name: str) -> None:
+            heard.append(name)
+            raise ValueError(name)
+
+        fence.add_recorded_hook(partial(raises, "recorded"))
+        fence.add_recorded_hook(partial(heard.append, "recorded too"))
+        with pytest.raises(ValueError, match=r"^recorded$"):
+            fence.mark_recorded(object())
+        fence.add_hook(partial(raises, "hook"))
+        fence.add_hook(partial(heard.append, "hook too"))
+        fence.add_callback(partial(raises, "callback"))
+        fence.add_callback(partial(heard.append, "callback too"))
+        with pytest.raises(ValueError, match=r"^hook$"):
+            fence.mark_passed()
+        assert heard == ["recorded", "recorded too", "hook", "hook too", "callback", "callback too"]
+
     def test_settled(self) -> None:
         fence, heard = Fence.settled(), list[str]()
         fence.add_callback(lambda: heard.append("callback"))

@@ -80,5 +80,11 @@ def test_a_thread_is_bound_and_so_are_those_that_touch_memory_first() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_threads_go_on_where_the_system_allows_other_cpus_by_now() -> None:
+    before = os.sched_getaffinity(0)
+    Nearby(frozenset({100_000}), "it was there when it was looked at").bind_thread()
+    assert os.sched_getaffinity(0) == before
+
+
 def test_this_machine_is_looked_at_without_an_error() -> None:
     assert near_pci_device("ffff:ff:1f.7").why == "the platform does not tell"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,20 @@ def worker() -> Iterator[WorkerStream]:
         yield stream
     finally:
         stream.close()
+
+
+async def test_nothing_of_a_function_is_held_when_it_is_over() -> None:
+    """An idle stream would keep the memory of the last pass."""
+
+    class Big:
+        pass
+
+    with worker() as stream:
+        big = Big()
+        held = weakref.ref(big)
+        await stream.call(lambda one: one is not None, big)
+        del big
+        await until(lambda: held() is None)
 
 
 async def test_runs_in_order_on_one_named_thread() -> None:

@@ -26,6 +26,29 @@ def made(run_size: int) -> tuple[CandidateIndex, set[int]]:
     return index, alive
 
 
+def test_what_is_watched_is_bounded_and_still_expires() -> None:
+    """A priority that every use prolongs, in a cache from which nothing has to go for days."""
+    index, alive = made(2048)
+    index.score = lambda one: one.priority
+    nodes = [node(number, 0) for number in range(1, 11)]
+    for one in nodes[:5]:
+        alive.add(one.id)
+        index.push(one)
+    for time in range(1, 2000):
+        for one in nodes:
+            one.priority, one.keep_until = 50, 10_000 + time
+            index.watch(one)
+    assert len(index._expiring) < 200
+    for one in nodes[5:]:  # leased until now
+        alive.add(one.id)
+        index.push(one)
+    for one in nodes:
+        one.priority = 0
+    index.expire(20_000)
+    assert {entry for entry, of in index.entries() if of.id in alive} >= {0}
+    assert all(index._entries[one.id] == one.id for one in nodes), "each was scored anew"
+
+
 @pytest.mark.parametrize("run_size", [1, 3, 50, 2048])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_is_that_of_a_full_sort(run_size: int, seed: int) -> None:

@@ -166,10 +166,15 @@ class Domain:
             self._schedule()
 
     def send_soon(self, actor: Actor, message: object) -> None:
-        """Send for the loop's next round, so that long work leaves room for others."""
+        """Send for the loop's next round, so that long work leaves room for others.
+
+        Without a loop for the next drain; after the end it is dropped.
+        """
+        if self.stopped is not None:
+            return
         if self.loop is None:
             self._queue.append((actor, message, None, self.turns, self.context))
-        elif self.stopped is None:
+        else:
             self.loop.call_soon(self.send, actor, message, self.context)
 
     def later(self) -> Reply:
@@ -324,6 +329,9 @@ class Domain:
             raise
         except Exception as error:
             raise self._crash(error) from error
+        except BaseException as error:  # an interrupt: the turn may be half done
+            self._crash(error)
+            raise
         finally:
             self._draining = False
 
@@ -345,6 +353,11 @@ class Domain:
                 raise crash from error
             if not reply.done:  # a reply promised before the crash was told with the others
                 self._settle(reply, None, crash)
+        except BaseException as error:  # an interrupt: the turn may be half done
+            crash = self._crash(error)
+            if reply is not None and not reply.done:
+                self._settle(reply, None, crash)
+            raise
         else:
             if reply is not None and value is not LATER:
                 self._settle(reply, value, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from time import monotonic_ns
 
@@ -61,12 +62,15 @@ class DeviceEngine(Dispatcher):
             channel: (set(), set()) for channel in CHANNELS
         }
         self._free_ns: dict[Channel, int] = dict.fromkeys(CHANNELS, 0)  # when a stream was last
-        self._streams = {channel: driver.new_stream(channel) for channel in CHANNELS}
+        self._streams: dict[Channel, object] = {}
+        self._movers: dict[Channel, DeviceMover] = {}
+        with ExitStack() as undo:  # where the device has no memory left for a buffer, say
+            for channel in CHANNELS:
+                stream = self._streams[channel] = driver.new_stream(channel)
+                undo.callback(driver.close_stream, stream)
+                self._movers[channel] = DeviceMover(driver, stream, stage_bytes)
+            undo.pop_all()
         self._waiters = {channel: EventWaiter(driver, channel) for channel in CHANNELS}
-        self._movers = {
-            channel: DeviceMover(driver, self._streams[channel], stage_bytes)
-            for channel in CHANNELS
-        }
         self._wake = threading.Event()
         self._launcher = threading.Thread(target=self._serve, name="phloem-launcher", daemon=True)
         self._launcher.start()
@@ -135,7 +139,7 @@ class DeviceEngine(Dispatcher):
             self._abort(ticket, len(events), error)
             return
         if not batch.by_layer:
-            events = [self._driver.record(self._streams[batch.channel])] * batch.layers
+            events *= batch.layers  # the one behind all of it
         ticket.launched(events)
         waiter = self._waiters[batch.channel]
         for layer in range(batch.layers if batch.by_layer else 1):
@@ -161,14 +165,16 @@ class DeviceEngine(Dispatcher):
         events: list[object],
         items: Sequence[CopyItem],
     ) -> None:
-        if not ticket.batch.by_layer:
-            return  # all layers are on the stream already
-        mover = self._movers[ticket.batch.channel]
-        for item in items:
-            if mover.can_layer(item):
-                mover.layer(item, layer)
+        batch = ticket.batch
+        if batch.by_layer:  # else all layers are on the stream already
+            mover = self._movers[batch.channel]
+            for item in items:
+                if mover.can_layer(item):
+                    mover.layer(item, layer)
+        elif layer < batch.layers - 1:
+            return
         if remains.error is None:
-            events.append(self._driver.record(self._streams[ticket.batch.channel]))
+            events.append(self._driver.record(self._streams[batch.channel]))
 
     def _abort(self, ticket: Ticket, layers: int, error: BaseException) -> None:
         """End a ticket that is half way onto its stream: not before the stream has left it."""

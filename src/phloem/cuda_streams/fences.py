@@ -11,6 +11,7 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from phloem.errors import InvalidRequest
@@ -22,6 +23,18 @@ Post = Callable[[Callable[[], None]], None]
 
 def _call(fn: Callable[[], None]) -> None:
     fn()
+
+
+def _call_all(fns: list[Callable[[], None]]) -> None:
+    """Call each, whatever the others do; then raise the first error, if there was one."""
+    first: BaseException | None = None
+    for fn in fns:
+        try:
+            fn()
+        except BaseException as error:  # noqa: BLE001  raised below
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class LoopPoster:
@@ -152,8 +165,7 @@ class Fence:
                 return
             self._event = event
             hooks, self._recorded_hooks = self._recorded_hooks, []
-        for hook in hooks:
-            hook()
+        _call_all(hooks)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block the calling thread until passed; False when `timeout` seconds were not enough.
@@ -167,19 +179,21 @@ class Fence:
         return gate.wait(timeout)
 
     def mark_passed(self) -> None:
-        """Pass the fence: whoever owns it calls this, once or more; later calls do nothing."""
+        """Pass the fence: whoever owns it calls this, once or more; later calls do nothing.
+
+        Without a post the callbacks run here. If one raises, the others are called all the same,
+        and then the first error is raised.
+        """
         with self._lock:
             if self._passed:
                 return
             self._passed = True
             self._event = None
-            hooks = self._recorded_hooks + self._hooks
+            told = self._recorded_hooks + self._hooks
             self._recorded_hooks, self._hooks = [], []
-            callbacks, self._callbacks = self._callbacks, []
-        for hook in hooks:
-            hook()
-        for callback in callbacks:
-            self._post(callback)
+            told += [partial(self._post, callback) for callback in self._callbacks]
+            self._callbacks = []
+        _call_all(told)
 
 
 class Stream(Protocol):

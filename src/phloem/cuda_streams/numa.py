@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,14 @@ class Nearby:
     why: str
 
     def bind_thread(self) -> None:
-        """Keep the calling thread on these CPUs; nothing if there are none."""
+        """Keep the calling thread on these CPUs.
+
+        Nothing if there are none, or if the system refuses, which may allow others by now: across
+        sockets copies are slower, not wrong.
+        """
         if self.cpus:
-            os.sched_setaffinity(0, self.cpus)
+            with suppress(OSError):
+                os.sched_setaffinity(0, self.cpus)
 
 
 def near_pci_device(

@@ -78,12 +78,20 @@ class ThreadEngine(Dispatcher):
             while True:
                 wake.wait()
                 wake.clear()  # before taking: whatever becomes ready from now on wakes us again
-                while (ticket := self.take(channel)) is not None:
-                    error = self._run(ticket, mover)
-                    mover.drop()
-                    self.finish(ticket, error)
+                while self._copy_one(channel, mover):
+                    pass
                 if self._closed:
                     return
+
+    def _copy_one(self, channel: Channel, mover: RowMover) -> bool:
+        """Carry out the next ticket; False when there is none. Nothing of it is held afterwards."""
+        ticket = self.take(channel)
+        if ticket is None:
+            return False
+        error = self._run(ticket, mover)
+        mover.drop()
+        self.finish(ticket, error)
+        return True
 
     def _run(self, ticket: Ticket, mover: RowMover) -> BaseException | None:
         batch, remains = ticket.batch, Remains(ticket.batch)

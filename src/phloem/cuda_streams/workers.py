@@ -189,13 +189,17 @@ class ThreadWorker(WorkerStream):
             self._changed.notify_all()
 
     def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                act, refuse = self._queue.popleft()
-                self._busy = True
-                do = refuse if self._closed else act
-            do()
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:  # a function of its own, so that nothing is held while waiting
+        with self._changed:
+            self._busy = False
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return False
+            act, refuse = self._queue.popleft()
+            self._busy = True
+            do = refuse if self._closed else act
+        do()
+        return True

@@ -175,8 +175,13 @@ class CandidateIndex:
             self._score_anew(node)
 
     def watch(self, node: Node) -> None:
-        """The score of `node` may fall when its `keep_until` has come."""
+        """The score of `node` may fall when its `keep_until` has come.
+
+        One that is no candidate yet need not be remembered: `push` watches it again.
+        """
         heappush(self._expiring, (node.keep_until, node.id, node))
+        if len(self._expiring) > 2 * len(self._nodes) + _SLACK:
+            self._watch_candidates()
 
     def expire(self, time: int) -> None:
         """Lower the nodes whose `keep_until` has come."""
@@ -195,10 +200,7 @@ class CandidateIndex:
         if self._size > _ENTRIES * live + _SLACK:
             self._sweep()
         if len(self._expiring) > 2 * live + _SLACK:
-            self._expiring = [
-                (node.keep_until, node.id, node) for node in self._nodes.values() if node.keep_until
-            ]
-            heapify(self._expiring)
+            self._watch_candidates()
 
     def rescore(self, score: Callable[[Node], Score]) -> None:
         """The policy has changed: score some candidates anew, and the others with the victims."""
@@ -267,6 +269,13 @@ class CandidateIndex:
             soon.sort()
             self._add_run(_Run(soon[self.run_size :]))
             del soon[self.run_size :]
+
+    def _watch_candidates(self) -> None:
+        """Watch each candidate once, and nothing else."""
+        self._expiring = [
+            (node.keep_until, node.id, node) for node in self._nodes.values() if node.keep_until
+        ]
+        heapify(self._expiring)
 
     def _next(self) -> int:
         """Take the smallest entry out; there is one."""

@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from operator import index
 from typing import NamedTuple, Protocol, SupportsIndex, TypeAlias, cast
 
 import msgspec
@@ -186,9 +187,11 @@ def _numpy_bytes(numbers: npt.NDArray[np.generic]) -> bytes:
 
 def _bad_token(tokens: Sequence[object]) -> InvalidRequest:
     for position, token in enumerate(tokens):
-        if not isinstance(token, SupportsIndex):
+        try:
+            number = index(cast("SupportsIndex", token))
+        except TypeError:  # also of what has an index for some values only, like a tensor
             return InvalidRequest(f"token at position {position} is no integer: {token!r}")
-        if not 0 <= token.__index__() <= _TOKEN_MAX:
+        if not 0 <= number <= _TOKEN_MAX:
             return InvalidRequest(
                 f"token at position {position} is {token!r}; ids go from 0 to {_TOKEN_MAX}"
             )
