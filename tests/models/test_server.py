@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.lockstep import new_worker
 from phloem.cuda_streams.pools import DevicePools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed
+from phloem.runtime.integrations import server as server_module
 from phloem.runtime.integrations.bare import BareCache, BareRequest
 from phloem.runtime.integrations.server import HybridServer
 
@@ -92,6 +94,45 @@ async def test_what_never_fits_is_refused_and_others_go_on(harness: Harness) -> 
         with pytest.raises(NoRoom, match="kv: asked 8 of 7"):
             await large
         assert len((await small).tokens) == 5
+
+
+async def test_a_client_that_is_cancelled_with_its_last_token_disturbs_nobody(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of its last pass, before its own task can hear of either."""
+    prompt, other = random_tokens(30, 1), random_tokens(40, 2)
+    async with serving(harness) as server:
+        stays = asyncio.create_task(server.generate(other, 6))
+        goes = asyncio.create_task(server.generate(prompt, 3))
+
+        async def over(step: Any) -> None:
+            await real(step)
+            if any(len(one.tokens) == one.max_new - 1 == 2 for one in server._answers):
+                goes.cancel()
+
+        real = server_module._over
+        monkeypatch.setattr(server_module, "_over", over)
+        assert list((await stays).tokens[:-1]) == harness.cold(other, 5).tokens
+        with pytest.raises(asyncio.CancelledError):
+            await goes
+
+
+async def test_who_closes_the_server_and_is_cancelled_hears_of_it(harness: Harness) -> None:
+    async with serving(harness) as server:
+
+        async def leave() -> None:
+            await server.__aexit__(None, None, None)
+
+        waiting = asyncio.create_task(server.generate(random_tokens(40, 2), 50))
+        while not server._answers:  # noqa: ASYNC110  until it decodes
+            await asyncio.sleep(0)
+        leaving = asyncio.create_task(leave())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        with pytest.raises(RuntimeClosed):
+            await waiting
 
 
 @pytest.mark.parametrize("pauses", range(0, 60, 3))

@@ -82,3 +82,10 @@ def test_a_report_keeps_sums_and_not_what_it_has_summed() -> None:
     assert {sums.requests for sums in gathered.sessions.values()} <= {714, 715}
     kept = (gathered.requests, gathered.lookups, gathered.copies, gathered.occupancy)
     assert all(len(spans) <= 1 for spans in kept) and not gathered.running
+
+
+def test_time_may_begin_at_zero() -> None:
+    figures = Figures()
+    figures.add(0.0, STARTED)
+    figures.add(5.0, STARTED)
+    assert (figures.first, figures.last, figures.runs) == (0.0, 5.0, [0.0, 5.0])

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from observe.driver import Driver, config
 from rich.console import Console
 
 from phloem import CacheRuntime, InvalidRequest
-from phloem.events import RequestOpened, ResetDone
+from phloem.events import RequestOpened, ResetDone, RuntimeStarted
 from phloem.runtime.cli import main
+from phloem.runtime.observe import live as live_module
 from phloem.runtime.observe.live import LiveEvents, LiveView, serve_top
 from phloem.runtime.observe.snapshot import Snapshot
 from phloem.runtime.observe.top import watch
+
+STARTED = RuntimeStarted(page_size=2, grid=2, pages=4, states=2, layout="")
 
 
 @pytest.fixture
@@ -37,6 +43,37 @@ async def look(view: LiveView) -> Snapshot:
         if now.started:
             return now
     raise AssertionError("nothing was shown")
+
+
+def test_without_a_descriptor_left_nobody_new_is_shown_anything(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the time being; who is there already sees on."""
+    none_left = threading.Event()
+
+    class Listener(socket.socket):
+        def accept(self) -> Any:
+            if none_left.is_set():
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(live_module.socket, "socket", Listener)
+    with serve_top(path) as live:
+        first = LiveView(path)
+        assert not first.look(1.0).started
+        none_left.set()
+        second = LiveView(path, timeout_s=0.3)
+        with pytest.raises(OSError, match="timed out"):
+            second.look(1.0)
+        live(STARTED)
+        while not first.look(1.0).started:
+            pass
+        none_left.clear()
+        second.close()
+        third = LiveView(path)
+        assert third.look(1.0).started
+        for view in (first, third):
+            view.close()
 
 
 async def test_viewers_attach_and_detach_while_it_runs(path: Path) -> None:

@@ -371,13 +371,18 @@ class Core:
             raise InvalidRequest(f"request {request.id!r} is running")
         self.requests[request.id] = request
 
-    def closed(self, request: Standing) -> None:
-        """Note that a request is over: what it waits for is not wanted any more."""
-        if self.requests.get(request.id) is request:
-            del self.requests[request.id]
-            if self.allocator.waiting:
-                context = self.domain.caller_context()
-                self.domain.send(self.allocator, m.Withdraw(request.id), context)
+    def closed(self, request: Standing) -> bool:
+        """Note that a request is over: what it waits for is not wanted any more.
+
+        False for one that was not noted as `opened`.
+        """
+        if self.requests.get(request.id) is not request:
+            return False
+        del self.requests[request.id]
+        if self.allocator.waiting:
+            context = self.domain.caller_context()
+            self.domain.send(self.allocator, m.Withdraw(request.id), context)
+        return True
 
 
 def _estimates_of(config: CacheConfig, pools: DevicePools) -> Estimates | None:

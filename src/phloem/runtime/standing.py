@@ -151,11 +151,11 @@ class Standing:
     def _end(self, how: Literal["finished", "aborted"], published: int) -> None:
         self.status = how
         core = self._core
-        core.closed(self)
+        told = core.closed(self)  # else it is a fork of which nobody has heard
         if core.stopped:
             return
-        if core.emit is not None:
-            told = core.config.tell_prompts
+        if told and core.emit is not None:
+            prompts = core.config.tell_prompts
             page_size = core.config.page_size
             core.emit(
                 RequestEnded(
@@ -166,10 +166,10 @@ class Standing:
                     loaded=self._tokens_loaded,
                     computed=self._tokens_computed,
                     published=published,
-                    prompt_tokens=self.prompt_tokens if told else 0,
-                    tokens=self._key.length if told else 0,
-                    page_size=page_size if told else 0,
-                    blocks=self._key.digests(page_size) if told else [],
+                    prompt_tokens=self.prompt_tokens if prompts else 0,
+                    tokens=self._key.length if prompts else 0,
+                    page_size=page_size if prompts else 0,
+                    blocks=self._key.digests(page_size) if prompts else [],
                 )
             )
         self._give_up_landing()

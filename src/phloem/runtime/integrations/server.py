@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar
 
@@ -190,11 +189,12 @@ class HybridServer(Generic[R]):
     ) -> None:
         """Ends the decode loop; all requests get `RuntimeClosed`, at the latest after a pass."""
         task, self._loop_task = self._loop_task, None
-        if task is not None:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        self._fail(self._answers, RuntimeClosed("the server was closed"))
+        try:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])  # who is cancelled meanwhile stays so
+        finally:
+            self._fail(self._answers, RuntimeClosed("the server was closed"))
 
     async def generate(
         self, prompt: Sequence[int], max_new: int, *, id: str | None = None
@@ -372,7 +372,8 @@ class HybridServer(Generic[R]):
             answer.take(row, self._keep_logits)
             if len(answer.tokens) == answer.max_new and answer in self._answers:
                 self._answers.remove(answer)
-                answer.done.set_result(None)
+                if not answer.done.done():  # else its caller was cancelled, and is about to leave
+                    answer.done.set_result(None)
 
     def _snapshot_slot(self, answer: _Answer[R]) -> int | None:
         """Where to keep the state after the next token, if another turn could start from it."""

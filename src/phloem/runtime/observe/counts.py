@@ -20,6 +20,7 @@ from phloem.events import (
     FellBack,
     Granted,
     Inserted,
+    LeaseEnded,
     LeaseLeaked,
     Refused,
     RequestEnded,
@@ -84,7 +85,8 @@ class Counts:
         self.copying_ns = dict.fromkeys(COPIES, 0)
         self.leases_leaked = 0
         self.resets = 0
-        self._usable: dict[str, int] = {}  # of requests that run
+        self._usable: dict[str, int] = {}  # of requests that run ...
+        self._leases: dict[str, int] = {}  # ... and their leases
         self._suspended: set[str] = set()
         self._in_flight: dict[int, str] = {}
         self._spans: tuple[str, ...] = ()  # the span components, in the order of counts of them
@@ -96,6 +98,7 @@ class Counts:
                 self.requests_opened += event.request not in self._suspended
                 self._suspended.discard(event.request)
                 self._usable[event.request] = event.usable
+                self._leases[event.request] = event.lease
                 self._looked_up(event)
             case RequestSuspended():
                 self._suspended.add(event.request)
@@ -105,6 +108,8 @@ class Counts:
                 self.requests_opened += 1
             case RequestEnded():
                 self._ended(event)
+            case LeaseEnded():
+                self._lease_ended(event)
             case Inserted():
                 self.published_tokens += max(0, event.published - event.reused)
             case FellBack():
@@ -171,10 +176,22 @@ class Counts:
     def _ended(self, event: RequestEnded) -> None:
         _add(self.requests_ended, event.how, 1)
         self.computed_tokens += event.computed
-        self._suspended.discard(event.request)
-        usable = self._usable.pop(event.request, None)
+        usable = self._forget(event.request)
         if usable is not None:
             self.taken_over_tokens += event.reused - usable
+
+    def _lease_ended(self, event: LeaseEnded) -> None:
+        """Of a request whose caller left before it had it, nothing else tells the end."""
+        of_request = self._leases.get(event.request) == event.lease and not event.state_only
+        if of_request and event.request not in self._suspended:
+            _add(self.requests_ended, "aborted", 1)
+            self._forget(event.request)
+
+    def _forget(self, request: str) -> int | None:
+        """It is over; what it could reuse when it was opened, if that was told."""
+        self._suspended.discard(request)
+        self._leases.pop(request, None)
+        return self._usable.pop(request, None)
 
 
 K = TypeVar("K")

@@ -25,6 +25,7 @@ from phloem.events import (
     Granted,
     Inserted,
     Kept,
+    LeaseEnded,
     Parked,
     Refused,
     RequestEnded,
@@ -174,6 +175,7 @@ class Figures:
         self.refused: dict[tuple[str, str], int] = {}
         self.dropped: dict[tuple[str, str], int] = {}  # copies, by kind and reason
         self.running: dict[str, RequestSpan] = {}
+        self._leases: dict[str, int] = {}  # of those
         self.waiting: dict[int, Span] = {}
         self.in_flight: dict[int, CopySpan] = {}
         self.open_steps: dict[int, Span] = {}
@@ -186,6 +188,7 @@ class Figures:
             RequestSuspended: self._on_suspended,
             Acquired: self._on_acquired,
             RequestEnded: self._on_ended,
+            LeaseEnded: self._on_lease_ended,
             FellBack: self._on_fell_back,
             Inserted: self._on_inserted,
             Kept: self._on_kept,
@@ -204,7 +207,8 @@ class Figures:
 
     def add(self, time: float, event: Event) -> None:
         """Take the next event."""
-        self.first = self.first or time
+        if not self.events:
+            self.first = time
         self.last = time
         self.events += 1
         handler = self._handlers.get(type(event))
@@ -254,6 +258,7 @@ class Figures:
         self.pools.update({name: PoolCounts(size) for name, size in event.spans.items()})
         for one in (self.running, self.waiting, self.in_flight, self.open_steps, self._planned):
             one.clear()
+        self._leases.clear()
         self._queue_free.clear()
         self.note_pools()
 
@@ -320,7 +325,8 @@ class Figures:
                 dict(event.lost),
                 loaded=0 if event.device is None else event.usable - event.device,
                 reused=event.usable,
-            )
+            ),
+            event.lease,
         )
 
     def _on_forked(self, event: RequestForked) -> None:
@@ -330,11 +336,13 @@ class Figures:
         self._begin(
             RequestSpan(
                 event.request, session, namespace, self.last, event.tokens, event.tokens, {}
-            )
+            ),
+            event.lease,
         )
 
-    def _begin(self, request: RequestSpan) -> None:
+    def _begin(self, request: RequestSpan, lease: int) -> None:
         self.running[request.name] = request
+        self._leases[request.name] = lease
         self.requests.append(request)
         self._keep(self.requests)
 
@@ -357,16 +365,28 @@ class Figures:
                 request.lost[why] = request.lost.get(why, 0) + tokens
 
     def _on_suspended(self, event: RequestSuspended) -> None:
-        request = self.running.pop(event.request, None)
-        if request is not None:  # when it goes on it is another one
-            request.end, request.how = self.last, "suspended"
+        self._ends(event.request, "suspended")  # when it goes on it is another one
 
     def _on_ended(self, event: RequestEnded) -> None:
-        request = self.running.pop(event.request, None)
+        request = self._ends(event.request, event.how)
         if request is not None:
-            request.end, request.how = self.last, event.how
             request.reused, request.computed = event.reused, event.computed
             self.note_request(request)
+
+    def _on_lease_ended(self, event: LeaseEnded) -> None:
+        """Of a request whose caller left before it had it, nothing else tells the end."""
+        if self._leases.get(event.request) == event.lease and not event.state_only:
+            request = self._ends(event.request, "aborted")
+            if request is not None:
+                self.note_request(request)
+
+    def _ends(self, name: str, how: str) -> RequestSpan | None:
+        """It does not run any more; None if nobody knew that it did."""
+        self._leases.pop(name, None)
+        request = self.running.pop(name, None)
+        if request is not None:
+            request.end, request.how = self.last, how
+        return request
 
     def _on_waited(self, event: Waited) -> None:
         wait = self.waiting[event.turn] = Span(event.request, self.last)

@@ -101,7 +101,11 @@ class LiveEvents:
                     self._answer(key.fileobj)
 
     def _welcome(self) -> None:
-        client, _ = self._listener.accept()
+        try:
+            client, _ = self._listener.accept()
+        except OSError:  # it has gone, or there is no descriptor left: then not at once again
+            time.sleep(_WAKE_S)
+            return
         if len(self._clients) >= _CLIENTS_MAX:
             client.close()
             return

@@ -23,7 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.errors import InvalidRequest
-from phloem.events import RequestEnded, RequestForked, RequestOpened, RuntimeStarted
+from phloem.events import (
+    LeaseEnded,
+    RequestEnded,
+    RequestForked,
+    RequestOpened,
+    RequestSuspended,
+    RuntimeStarted,
+)
 from phloem.runtime.tracing import EntryDecoder
 
 __all__ = [
@@ -391,10 +398,12 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
 
 
 class _Request(msgspec.Struct):
-    """One that was opened; `made` once it has finished."""
+    """One that was opened, with its lease; `made` once it has finished."""
 
     opened_s: float
     session: str
+    lease: int
+    suspended: bool = False
     made: TraceRequest | None = None
 
 
@@ -419,11 +428,13 @@ def read_event_log(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]
             raise InvalidRequest(f"{path.name}, line {number} is no event: {error}") from error
         event = entry.event
         if isinstance(event, RequestOpened | RequestForked):
-            if event.request in live:
-                continue  # it was suspended, and goes on
+            if event.request in live:  # it was suspended, and goes on
+                request = waiting[live[event.request]]
+                request.lease, request.suspended = event.lease, False
+                continue
             start = entry.time if start is None else start
             session = event.session if isinstance(event, RequestOpened) else ""
-            waiting[opened] = _Request(max(0.0, entry.time - start), session)
+            waiting[opened] = _Request(max(0.0, entry.time - start), session, event.lease)
             live[event.request] = opened
             opened += 1
             continue
@@ -431,6 +442,12 @@ def read_event_log(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]
             for left in live.values():  # the run before has ended, and they with it
                 del waiting[left]
             live.clear()
+        elif isinstance(event, RequestSuspended) and event.request in live:
+            waiting[live[event.request]].suspended = True
+        elif isinstance(event, LeaseEnded) and not event.state_only and event.request in live:
+            request = waiting[live[event.request]]
+            if request.lease == event.lease and not request.suspended:
+                del waiting[live.pop(event.request)]  # its caller left before it had it
         elif isinstance(event, RequestEnded):
             if not event.page_size:
                 raise InvalidRequest(
