@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -147,6 +148,38 @@ class GatedEngine(VirtualEngine):
             super()._step(ticket, remains, steps, number)
 
 
+async def until(holds: Callable[[], object]) -> None:
+    """Wait until it holds, at most a minute."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + 60
+    while not holds() and loop.time() < deadline:  # noqa: ASYNC110  any test's condition
+        await asyncio.sleep(0.0005)
+
+
+async def too_long(cache: CacheRuntime, kind: str) -> None:
+    """Once copies with a label that begins so may run, they have taken too long; no others have.
+
+    As when `copy_timeout_s` has passed, which on a busy machine might be too short for the others.
+    """
+    transfer = cache.core.transfer
+
+    def watched() -> set[int]:
+        return {
+            op
+            for _, op in transfer._deadlines
+            for _, ticket in transfer.tickets_of(op)
+            if ticket.batch.label.startswith(kind)
+        }
+
+    await until(watched)
+    late = watched()
+    assert late, f"there is no {kind}"
+    deadlines = ((float("-inf") if op in late else when, op) for when, op in transfer._deadlines)
+    transfer._deadlines = deque(sorted(deadlines))
+    transfer.look_at_clock()
+    cache.core.domain.drain()  # whoever waits for them is told
+
+
 @dataclass
 class House:
     """An open runtime and what a test wants to look at or hold back."""
@@ -164,9 +197,7 @@ class House:
 
         The test then says what is wrong, by its own assertion.
         """
-        deadline = asyncio.get_running_loop().time() + 60
-        while not holds() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  any test's condition
-            await asyncio.sleep(0.0005)
+        await until(holds)
 
     async def settled(self) -> None:
         """Wait until no copy or step touches anything and nothing is on its way."""

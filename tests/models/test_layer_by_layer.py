@@ -14,6 +14,7 @@ import torch
 from models.harness import CHUNK, Harness
 from models.test_server import first_logits
 from models.zoo import random_tokens
+from serving import too_long
 
 from phloem import CacheConfig, CacheRuntime, Request
 from phloem.cuda_streams.engine import Ticket
@@ -102,7 +103,7 @@ def harness() -> Harness:
 
 @asynccontextmanager
 async def serving(
-    harness: Harness, *, by_layer: bool = True, timeout_s: float = 60.0
+    harness: Harness, *, by_layer: bool = True
 ) -> AsyncIterator[tuple[House, HybridServer[Request]]]:
     config = CacheConfig(
         layout=harness.model.layout,
@@ -111,7 +112,6 @@ async def serving(
         device_pages=100,
         device_states=10,
         host_bytes="64MiB",
-        copy_timeout_s=timeout_s,
     )
     link = Link()
     async with CacheRuntime(config, engine=lambda post: ThreadEngine(post, fault=link)) as cache:
@@ -185,9 +185,12 @@ async def test_a_load_that_hangs_holds_the_model_no_longer_than_it_may_take(
     harness: Harness,
 ) -> None:
     cold = harness.cold(PROMPT, NEW)
-    async with serving(harness, timeout_s=0.05) as (house, server):
+    async with serving(harness) as (house, server):
         house.link.up_to(1)
-        completion = await asyncio.wait_for(server.generate(PROMPT, NEW), 60)
+        answer = asyncio.create_task(server.generate(PROMPT, NEW))
+        await house.until(lambda: 1 in house.entered)
+        await too_long(house.cache, "load")
+        completion = await asyncio.wait_for(answer, 60)
         assert house.cache.stats().copies_in_flight, "it hangs to this hour"
         assert completion.computed == len(PROMPT)
         assert list(completion.tokens[:-1]) == cold.tokens[: NEW - 1]

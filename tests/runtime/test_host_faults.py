@@ -20,6 +20,7 @@ from serving import (
     over,
     run,
     seed,
+    too_long,
 )
 from streams.fake_device import FakeDriver
 
@@ -35,14 +36,12 @@ from phloem.events import FellBack, RequestOpened, TierChanged
 
 PROMPT = run(1, 3 * PAGE + 1)
 END = 3 * PAGE
-HANGS = {"copy_timeout_s": 0.5}  # as short as what does not hang is sure to be there
 BOTH = pytest.mark.parametrize("layout", [HYBRID, ATTENTION], ids=["hybrid", "attention"])
 
 
 def roomy(
     inline: bool, layout: ModelLayout = HYBRID, **options: Any
 ) -> AbstractAsyncContextManager[House]:
-    """Nothing but what hangs takes too long; where something does, `HANGS`."""
     return house(inline=inline, layout=layout, pages=24, states=12, host_bytes="1MiB", **options)
 
 
@@ -169,13 +168,14 @@ async def test_a_pass_on_a_load_that_fails_in_part_goes_on_from_what_came(
 
 @BOTH
 async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: bool) -> None:
-    async with roomy(inline, layout, **HANGS) as here:
+    async with roomy(inline, layout) as here:
         prompt = await on_the_host(here)
         here.gate.hang("load")
         request = await here.cache.open_request(prompt)
         other = await here.cache.open_request(prompt)
         assert request.usable == other.usable == END
         targets = set(request.page_table())
+        await too_long(here.cache, "load")
         await to_the_end(here, request, prompt)
         assert request.match.lost["tier_failed"] == END and request.usable == 0
         await to_the_end(here, other, prompt)
@@ -190,7 +190,7 @@ async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: b
 
 @BOTH
 async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline: bool) -> None:
-    async with roomy(inline, layout, **HANGS) as here:
+    async with roomy(inline, layout) as here:
         prompt = await on_the_host(here)
         here.gate.hang("load")
         request = await here.cache.open_request(prompt)
@@ -200,6 +200,7 @@ async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline:
             row = Row.of(request, prompt, len(prompt))
             work = here.stream.run(forward, here.cache.pools, [row])
             step.launched({request: len(prompt)})
+        await too_long(here.cache, "load")
         with pytest.raises(TransferFailed) as failed:
             await asyncio.wait_for(request.ready(), 60)
         assert failed.value.tokens_ok == 0
@@ -210,13 +211,15 @@ async def test_passes_on_a_load_that_hangs_are_told(layout: ModelLayout, inline:
 
 
 async def test_what_was_to_leave_behind_a_backup_that_hangs_stays(inline: bool) -> None:
-    async with roomy(inline, write_policy="write_back", **HANGS) as here:
+    async with roomy(inline, write_policy="write_back") as here:
         await seed(here, PROMPT[:END])
         here.gate.hang("backup")
         evicted = await here.cache.evict(pages=3)
         assert (evicted.pages, evicted.pages_promised) == (0, 3)
         tree = here.cache.core.tree
-        await here.until(lambda: tree.figures().pages_leaving == 0)
+        assert tree.figures().pages_leaving == 3
+        while tree.figures().pages_leaving:
+            await too_long(here.cache, "backup")
         figures = tree.figures()
         assert (figures.pages, figures.pages_leaving, figures.pages_protected) == (3, 0, 3)
         assert (await here.cache.match(PROMPT)).device == END, "it can be used meanwhile"
@@ -230,13 +233,17 @@ async def test_what_was_to_leave_behind_a_backup_that_hangs_stays(inline: bool) 
 async def test_who_waits_for_room_behind_a_backup_that_hangs_gets_other_room(
     inline: bool,
 ) -> None:
-    async with roomy(inline, write_policy="write_back", **HANGS) as here:
+    async with roomy(inline, write_policy="write_back") as here:
         for first in range(FAILURES_MAX + 1):
             await seed(here, run(100 * first, 2 * PAGE))
         held = await here.cache.allocate(pages=here.cache.stats().kv.free)
         here.gate.hang("backup")
         # One backup after another takes too long, until the tier is closed: then no copy is made.
-        grant = await asyncio.wait_for(here.cache.allocate(pages=2), 60)
+        waiting = asyncio.ensure_future(here.cache.allocate(pages=2))
+        for _ in range(FAILURES_MAX):
+            assert not waiting.done()
+            await too_long(here.cache, "backup")
+        grant = await asyncio.wait_for(waiting, 60)
         assert here.cache.stats().host_closed and here.cache.stats().tree.pages_protected
         here.gate.open()
         here.cache.release(grant)

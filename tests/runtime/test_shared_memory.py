@@ -15,7 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from serving import PAGE, House, check_kv, compute, digests, house, opened, run, seed, serve
+from serving import (
+    PAGE,
+    House,
+    check_kv,
+    compute,
+    digests,
+    house,
+    opened,
+    run,
+    seed,
+    serve,
+    too_long,
+)
 from traffic import traffic
 
 from phloem import (
@@ -191,11 +203,12 @@ async def test_a_copy_that_fails_moves_nothing(inline: bool) -> None:
 
 async def test_a_copy_that_takes_too_long_is_not_waited_for(inline: bool) -> None:
     """Its memory stays as it is until its end; who waited for the frame takes what others give."""
-    async with shared(8, inline=inline, copy_timeout_s=0.5) as (here, _):
+    async with shared(8, inline=inline) as (here, _):
         grant = await moving(here)
         first = await here.cache.allocate(states=1, owner="first")  # the last state goes for it
         waiting = asyncio.ensure_future(here.cache.allocate(states=1, owner="late"))
         border = border_of(here)
+        await too_long(here.cache, "copy_pages")
         await here.until(lambda: not border.busy)
         assert not border.busy and ledger_of(here).frames.closed < 0 and not waiting.done()
         here.cache.release(grant)

@@ -180,8 +180,8 @@ class TestOrder:
         assert engine.inflight_bytes("h2d") == 3 * bench.device.page_bytes
         assert engine.inflight_bytes() == 5 * bench.device.page_bytes
         fence.mark_passed()
-        await third
         for ticket in (first, second, third):
+            await ticket
             apply(ticket.batch.items[0], images)
         assert bench.same(images) and engine.inflight_bytes() == 0
 

@@ -18,7 +18,7 @@ from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.workers import ThreadWorker
 from phloem.runtime.cache import CacheRuntime, PoolStats
 from phloem.runtime.config import CacheConfig
-from phloem.runtime.demo.faults import HANG_TIMEOUT_S, LoadFaults
+from phloem.runtime.demo.faults import LoadFaults
 from phloem.runtime.demo.workloads import Turn, Workload, distinct_tokens
 from phloem.runtime.integrations.bare import BareCache
 from phloem.runtime.integrations.server import Completion, HybridServer
@@ -137,7 +137,7 @@ async def compare(
         device_states=settings.states if model.layout.has_states else 0,
         host_bytes=settings.host_bytes,
         write_policy=settings.write_policy,
-        copy_timeout_s=60.0 if settings.faults is None else HANG_TIMEOUT_S,
+        copy_timeout_s=60.0 if settings.faults is None else settings.faults.copy_timeout_s,
     )
     engine = None if settings.faults is None else settings.faults.engine
     async with (
