@@ -9,7 +9,8 @@ import pytest
 from serving import PAGE, House, compute, house, later, run
 
 from phloem import NoRoom, Request
-from phloem.events import CopyEnded
+from phloem.cuda_streams.engine import CopyBatch, Ticket
+from phloem.events import CopyEnded, RequestEnded
 
 PROMPT = run(1, 4 * PAGE + 1)
 
@@ -169,3 +170,39 @@ async def test_s119_who_needs_a_slot_for_a_load(inline: bool) -> None:
         cache.release(held)
         cache.release(rest)
         await cache.audit()
+
+
+@pytest.mark.not_sim("a thread ends the load while the loop is busy")
+@pytest.mark.parametrize("suspended", [False, True])
+async def test_a_load_that_ends_before_its_caller_hears_of_it_is_counted(
+    suspended: bool, inline: bool
+) -> None:
+    async with roomy(inline) as here:
+        await on_the_host_only(here, PROMPT)
+        engine = here.cache._engine
+        assert engine is not None
+        submit = engine.submit
+
+        def submit_and_wait(batch: CopyBatch) -> Ticket:
+            ticket = submit(batch)
+            assert batch.channel != "h2d" or ticket.quiesced.wait(60)
+            return ticket
+
+        if suspended:
+            request = await here.cache.open_request(PROMPT)
+            await request.suspend()
+            await here.settled()
+            await here.cache.evict(pages=99, states=99)
+        engine.submit = submit_and_wait  # type: ignore[method-assign]  # for this test
+        if suspended:
+            await request.resume()
+        else:
+            request = await here.cache.open_request(PROMPT)
+        assert (request.usable, here.cache.stats().tokens_loaded) == (4 * PAGE, 4 * PAGE)
+        await request.allocate(1)
+        await request.ready()
+        twin = await request.fork()
+        assert here.cache.stats().tokens_loaded == 4 * PAGE, "each token once"
+        twin.abort()
+        await fill(here, request, PROMPT)
+        assert here.of_type(RequestEnded)[-1].loaded == 4 * PAGE

@@ -204,9 +204,7 @@ class Arriving(Publishing):
             whole and (core.tree.state_of(lease) or not self.boundary or not core.has_states)
         ):
             raise CacheReset(f"the cache was reset while data of {self} was on its way")
-        loaded = max(0, self.boundary - self.match.device)
-        self._tokens_loaded += loaded
-        core.tokens_loaded += loaded
+        self._count_loaded()
 
     def _stand_back(self, boundary: int) -> None:
         """Less is reused than was promised."""

@@ -106,6 +106,7 @@ class CacheRuntime(OpenRuntime):
             core.release_lease(lease)
             raise InvalidRequest(f"request {message.owner!r} is running")
         request = Request(core, message, lease, match)
+        request.stands_on_loaded()
         core.opened(request)
         return request
 

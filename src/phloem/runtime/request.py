@@ -336,6 +336,7 @@ class Request(Arriving):
         self._holding = holding_under(core, lease)
         self._loads = bool(lease.load)
         self.computed = self.match.usable
+        self.stands_on_loaded()
         return True
 
     async def fork(self, name: str | None = None) -> Request:

@@ -70,6 +70,16 @@ class Standing:
         self.setbacks: int = 0  # how often what passes ran on did not arrive
         self._steps: dict[int, Step] = {}  # opened and not over
 
+    def stands_on_loaded(self) -> None:
+        """What it was opened on may have come from the host before whoever opened it heard."""
+        if not self._loads:
+            self._count_loaded()
+
+    def _count_loaded(self) -> None:
+        loaded = max(0, self.boundary - self.match.device)
+        self._tokens_loaded += loaded
+        self._core.tokens_loaded += loaded
+
     @property
     def usable(self) -> int:
         """Tokens that are reused, by its `match`, which `advance` and `resume` renew."""
