@@ -22,7 +22,7 @@ from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.errors import EngineDead, InvalidRequest
 from phloem.runtime.layout import ModelLayout
 from streams.bench import LAYOUT, Bench, apply
-from streams.fake_device import FakeDriver, FakeStream
+from streams.fake_device import FakeDriver, FakeEvent, FakeStream
 
 pytestmark = pytest.mark.not_sim("real engines and their threads")
 
@@ -85,6 +85,35 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
         apply(ticket.batch.items[0], images)
     assert bench.same(images) and seen == [True]
     stream.close()
+
+
+async def test_whether_a_copy_has_begun_is_not_guessed(bench: Bench) -> None:
+    """Its end is heard before the end of one that it waited for: the device alone knows when."""
+    engine, held = bench.engine(), FakeEvent()
+    assert isinstance(engine, DeviceEngine)
+    heard, recorded = Fence(), FakeEvent()
+    heard.mark_recorded(recorded)
+    engine._waiters["d2h"].after(held, lambda _: None)
+    try:
+        first = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
+        waits = CopyBatch("h2d", (load(bench, 2, 3),), after=(heard,), requires=(first,))
+        second = engine.submit(waits)
+        await second.placed.reached()
+        assert second.started_ns is None, "it waits"
+        recorded.flag.set()
+        heard.mark_passed()
+        await second
+        assert not first.done and second.started_ns is None and second.ended_ns is not None
+    finally:
+        recorded.flag.set()
+        held.flag.set()
+    await first
+    third = engine.submit(CopyBatch("h2d", (load(bench, 2, 3),), requires=(first,)))
+    await third
+    assert second.started_ns is None, "it is not made up later"
+    times = [first.submitted_ns, first.started_ns, first.ended_ns, third.started_ns, third.ended_ns]
+    known = [time for time in times if time is not None]
+    assert len(known) == len(times) and known == sorted(known)
 
 
 async def test_a_fence_that_is_not_recorded_is_refused(bench: Bench) -> None:

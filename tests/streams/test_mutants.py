@@ -151,7 +151,7 @@ MUTANTS = [
     ),
     Mutant(
         "a device's copy does not wait for the events before it", "device.py",
-        "if (event := fence.event) is not None:", "if (event := None) is not None:",
+        "self._driver.wait_event(stream, event)", "pass",
         "test_device.py::test_streams_wait_for_events_and_the_host_for_nothing",
     ),
     Mutant(
@@ -241,6 +241,16 @@ MUTANTS = [
         "every load goes onto the stream at once", "device.py",
         'return channel == "h2d" and', 'return channel == "none" and',
         "test_device.py::test_s142_at_most_three_loads_are_on_the_stream",
+    ),
+    Mutant(
+        "a copy that waits on its stream has begun", "dispatch.py",
+        "ticket.started_ns = None", "pass",
+        "test_device.py::test_whether_a_copy_has_begun_is_not_guessed",
+    ),
+    Mutant(
+        "a copy begins when its queue is not free", "dispatch.py",
+        "max(ticket.started_ns, self._free_ns[channel])", "ticket.started_ns",
+        "test_ranks.py::test_copies_of_one_channel_begin_one_after_the_other",
     ),
 ]  # fmt: skip
 

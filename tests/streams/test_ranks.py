@@ -14,7 +14,7 @@ from phloem.cuda_streams.dispatch import Fault
 from phloem.cuda_streams.engine import Ticket, TicketState
 from phloem.cuda_streams.fences import Fence
 from phloem.cuda_streams.hazards import HazardChecker
-from phloem.cuda_streams.orders import Submit
+from phloem.cuda_streams.orders import Ended, Finished, Submit
 from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.cuda_streams.ranks import RankedEngine, RankedStream
 from phloem.cuda_streams.virtual import VirtualStream
@@ -460,3 +460,29 @@ def test_a_gap_in_the_orders_is_loud(bed: Bed) -> None:
     again = pickle.loads(bed.ranks.orders[0].sent[0])
     with pytest.raises(AssertionError, match="was sent"):
         bed.ranks.ranks[0].receive(again)
+
+
+def test_copies_of_one_channel_begin_one_after_the_other(bed: Bed) -> None:
+    """The head sends them at once; each rank has them wait for each other."""
+    first, second = (bed.submit("d2h", bed.backup(n, n)) for n in (1, 2))
+    bed.run_until(lambda: first.done and second.done)
+    times = [first.started_ns, first.ended_ns, second.started_ns, second.ended_ns]
+    known = [time for time in times if time is not None]
+    assert len(known) == len(times) and known == sorted(known) and known[1] == known[2]
+
+
+def test_whether_a_copy_has_begun_is_not_guessed(bed: Bed) -> None:
+    """Its end is heard before that of the pass that it waited for."""
+    head = RankedEngine(bed.post, [lambda _: None], now_ns=bed.clock.now_ns)
+    stream = RankedStream("model", head)
+    made = stream.begin()
+    copy = head.submit(CopyBatch("d2h", (bed.backup(1, 2),), after=(stream.record(),)))
+    bed.clock.run(until_ns=10)
+    assert copy.placed.passed and copy.started_ns is None, "it waits"
+    head.acknowledge(Ended(0, copy.seq, "done"))
+    bed.clock.run(until_ns=20)
+    assert copy.done and (copy.started_ns, copy.ended_ns) == (None, 10)
+    head.acknowledge(Finished(0, made.step))
+    bed.clock.run(until_ns=30)
+    assert copy.started_ns is None and stream.record().passed
+    head.close()

@@ -61,7 +61,6 @@ class DeviceEngine(Dispatcher):
         self._launched: dict[Channel, tuple[set[int], set[int]]] = {
             channel: (set(), set()) for channel in CHANNELS
         }
-        self._free_ns: dict[Channel, int] = dict.fromkeys(CHANNELS, 0)  # when a stream was last
         self._streams: dict[Channel, object] = {}
         self._movers: dict[Channel, DeviceMover] = {}
         with ExitStack() as undo:  # where the device has no memory left for a buffer, say
@@ -149,10 +148,11 @@ class DeviceEngine(Dispatcher):
     def _begin(self, ticket: Ticket, layered: list[CopyItem]) -> None:
         batch = ticket.batch
         stream, mover = self._streams[batch.channel], self._movers[batch.channel]
-        for fence in waited_for(batch):
-            if (event := fence.event) is not None:
+        fences = [(fence, fence.event) for fence in waited_for(batch)]
+        self._waits_for(ticket, [fence for fence, event in fences if event is not None])
+        for _, event in fences:
+            if event is not None:
                 self._driver.wait_event(stream, event)
-                fence.add_hook(partial(self._began_later, ticket))
         for item in batch.items:
             if item not in layered:
                 mover.whole(item)
@@ -216,8 +216,5 @@ class DeviceEngine(Dispatcher):
         channel = ticket.batch.channel
         for launched in self._launched[channel]:
             launched.discard(ticket.seq)
-        # A stream does one thing after the other: it began when the one before had ended.
-        ticket.started_ns = max(ticket.started_ns or 0, self._free_ns[channel])
-        self._free_ns[channel] = self._now_ns()
         self.finish(ticket, error)
         self._wake.set()

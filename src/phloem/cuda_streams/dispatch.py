@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 from phloem.cuda_streams.batches import CHANNELS, Channel, CopyBatch, CopyItem
-from phloem.cuda_streams.engine import Ticket
+from phloem.cuda_streams.engine import Ticket, TicketState
 from phloem.cuda_streams.fences import Fence, Post, Stream
 from phloem.cuda_streams.remains import Remains
 from phloem.errors import CopyCancelled, CopyFailed, EngineDead, InvalidRequest, RuntimeClosed
@@ -50,6 +50,8 @@ class Dispatcher(ABC):
         self._blockers: dict[int, int] = {}
         self._ready: dict[Channel, list[tuple[int, int]]] = {channel: [] for channel in CHANNELS}
         self._inflight: dict[Channel, int] = dict.fromkeys(CHANNELS, 0)
+        self._waiting: dict[int, int] = {}  # launched tickets: so many fences are to be heard of
+        self._free_ns: dict[Channel, int] = dict.fromkeys(CHANNELS, 0)  # when a queue was last
 
     # -- the loop
 
@@ -129,11 +131,17 @@ class Dispatcher(ABC):
     def finish(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """The ticket's memory is left alone; EngineDead as `error` ends the engine."""
         dies = isinstance(error, EngineDead) and self._dead is None
+        channel, now_ns = ticket.batch.channel, self._now_ns()
         with self._lock:
             self._inflight[ticket.batch.channel] -= ticket.batch.nbytes
             if dies:  # before the ticket tells: what requires it should hear of the cause
                 self._dead = error
-        ticket.ended_ns = self._now_ns()
+            self._waiting.pop(ticket.seq, None)
+            ticket.ended_ns = now_ns
+            if ticket.state is TicketState.RUNNING:
+                if ticket.started_ns is not None:  # not before the one before it had ended
+                    ticket.started_ns = max(ticket.started_ns, self._free_ns[channel])
+                self._free_ns[channel] = now_ns
         ticket.finish(error)
         if dies:
             self._flush()
@@ -196,10 +204,27 @@ class Dispatcher(ABC):
 
     # -- inside
 
-    def _began_later(self, ticket: Ticket) -> None:
-        """For engines that launch tickets which wait: what this one waited for has just ended."""
-        if not ticket.done:
-            ticket.started_ns = self._now_ns()
+    def _waits_for(self, ticket: Ticket, fences: Sequence[Fence]) -> None:
+        """For engines that launch tickets which wait: this one begins when all of these pass.
+
+        When that was is not known (`started_ns` stays None) if its end is heard of before.
+        """
+        if not fences:
+            return
+        with self._lock:
+            self._waiting[ticket.seq] = len(fences)
+            ticket.started_ns = None
+        for fence in fences:
+            fence.add_hook(lambda: self._one_passed(ticket))
+
+    def _one_passed(self, ticket: Ticket) -> None:
+        with self._lock:
+            if ticket.seq not in self._waiting:
+                return  # it is over
+            self._waiting[ticket.seq] -= 1
+            if not self._waiting[ticket.seq]:
+                del self._waiting[ticket.seq]
+                ticket.started_ns = self._now_ns()
 
     @abstractmethod
     def _woken(self, channel: Channel) -> None: ...

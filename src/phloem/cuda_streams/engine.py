@@ -65,7 +65,8 @@ class Ticket:
         self.placed = Fence(post, f"launch of copy {seq}")
         self.cancel_asked = False
         self.priority = batch.priority  # see `CopyEngine.hasten`
-        # Nanoseconds of the engine's clock, None until it is so (`started_ns`: or for ever).
+        # Nanoseconds of the engine's clock, None until it is so; `started_ns` for ever where it
+        # never began, or where its end was heard of before the end of what it waited for.
         self.submitted_ns: int | None = None
         self.started_ns: int | None = None
         self.ended_ns: int | None = None

@@ -143,8 +143,7 @@ class RankedEngine(Dispatcher):
         batch = ticket.batch
         waits = [fence for fence in waited_for(batch) if not fence.passed]
         marks = tuple(map(mark_of, waits))
-        for fence in waits:
-            fence.add_hook(partial(self._began_later, ticket))
+        self._waits_for(ticket, waits)
         oldest_copy, oldest_step = self._oldest()
         self._joints[ticket.seq] = _Joint(ticket, [0] * len(self._wires))
         self._send(
