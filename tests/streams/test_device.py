@@ -87,6 +87,22 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
     stream.close()
 
 
+async def test_a_stream_goes_no_further_before_the_event_it_waits_for(bench: Bench) -> None:
+    engine, images = bench.engine(), bench.images()
+    backups, event, fence = engine._streams["d2h"], FakeEvent(), Fence()  # type: ignore[attr-defined]
+    fence.mark_recorded(event)
+    copy = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),), after=(fence,)))
+    await copy.placed.reached()
+    behind = threading.Event()
+    backups.put(behind.set)
+    assert not behind.wait(0.1) and bench.same(images)
+    event.flag.set()
+    fence.mark_passed()
+    await copy
+    apply(copy.batch.items[0], images)
+    assert bench.same(images) and behind.wait(60)
+
+
 async def test_whether_a_copy_has_begun_is_not_guessed(bench: Bench) -> None:
     """Its end is heard before the end of one that it waited for: the device alone knows when."""
     engine, held = bench.engine(), FakeEvent()

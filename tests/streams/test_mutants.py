@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "a device's copy does not wait for the events before it", "device.py",
         "self._driver.wait_event(stream, event)", "pass",
-        "test_device.py::test_streams_wait_for_events_and_the_host_for_nothing",
+        "test_device.py::test_a_stream_goes_no_further_before_the_event_it_waits_for",
     ),
     Mutant(
         "bulk has no window", "device.py",
