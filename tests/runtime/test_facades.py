@@ -100,7 +100,7 @@ def test_in_one_thread_nobody_else_gives_back_so_waiting_for_them_is_no_room() -
         held = cache.allocate(pages=12, owner="a")
         with pytest.raises(NoRoom) as refusal:
             cache.allocate(pages=5, owner="b", wait=True)
-        assert refusal.value.figures[0].free == 4
+        assert refusal.value.figures[0][:4] == ("kv", 5, 16, 4)
         assert cache.stats().waiting == 0
         cache.release(held)
         cache.release(cache.allocate(pages=16, owner="b"))
@@ -122,6 +122,38 @@ def test_waits_for_pages_that_a_running_step_still_touches() -> None:
         threading.Timer(0.05, gate.set).start()
         cache.release(cache.allocate(pages=16, owner="next"))
         assert cache.stats().kv.parked == 0
+        stream.close()
+        cache.audit()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_for_a_step_of_its_own_a_thread_does_not_wait(other: bool) -> None:
+    """It would wait for ever. `other`: meanwhile something else ends by itself."""
+    with SyncCacheRuntime(CONFIG) as cache:
+        stream = ThreadWorker("model", cache.inner.core.post)
+        gate = threading.Event()
+        if other:
+            with cache.request(PREFIX[:4]) as request:
+                request.allocate(4)
+                request.ready()
+                with cache.step([request], stream=stream) as step:
+                    stream.run(gate.wait)
+                    cache.launched(step, {request: 4})
+        with cache.request(PREFIX) as request:
+            request.allocate(20)
+            request.ready()
+            with cache.step([request]) as step:
+                cache.launched(step, {request: 20})
+                threading.Timer(0.05, gate.set).start()
+                with pytest.raises(InvalidRequest, match="this thread has to end"):
+                    request.checkpoint(state=True)
+                request.abort()
+                cache.release(cache.allocate(pages=11))
+                assert cache.stats().kv.parked == 5
+                with pytest.raises(NoRoom) as refusal:
+                    cache.allocate(pages=12, owner="b")
+                assert refusal.value.figures[0][:5] == ("kv", 12, 16, 11, 5)
+        cache.release(cache.allocate(pages=16))
         stream.close()
         cache.audit()
 

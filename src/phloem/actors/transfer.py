@@ -133,6 +133,19 @@ class TransferActor:
         """Copies that have not ended."""
         return len(self._tickets)
 
+    def goes_on_without(self, fences: Iterable[Fence]) -> bool:
+        """Whether a copy in flight will end though none of these fences passes.
+
+        That is one that waits for none of them, nor for a copy that does.
+        """
+        never = set(fences)
+        for copy in self._tickets.values():  # as they were submitted: none waits for a later one
+            for _, ticket in copy.tickets:
+                if never.isdisjoint(waited_for(ticket.batch)):
+                    return True
+                never.add(ticket.quiesced)
+        return False
+
     def operations(self) -> tuple[int, ...]:
         """The numbers of the operations whose copies have not ended."""
         return tuple(self._tickets)

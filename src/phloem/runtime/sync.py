@@ -220,12 +220,16 @@ class _Facade:
         """Open a forward pass; see `Step`."""
         inner = [request.inner for request in requests]
         step = self._here(lambda: self.inner.step(inner, stream=stream))
+        self._opened(step)
         try:
             yield step
         except BaseException:
             self._here(lambda: step.__exit__(BaseException, None, None))
             raise
         self._here(lambda: step.__exit__(None, None, None))
+
+    def _opened(self, step: Step) -> None:
+        """Told of each step."""
 
     def launched(
         self,
@@ -315,7 +319,8 @@ class SyncCacheRuntime(_Facade):
 
     A call that needs a copy waits for it, taking in completions meanwhile. A call that needs room
     waits only for what is in flight: in one thread nobody else can give anything back, so the rest
-    is `NoRoom`. Call `poll()` between steps.
+    is `NoRoom`. For what comes after a step that this thread has yet to end no call waits: that is
+    `NoRoom`, too, or `InvalidRequest` if it is a copy. Call `poll()` between steps.
     """
 
     def __init__(
@@ -334,6 +339,7 @@ class SyncCacheRuntime(_Facade):
         super().__init__(inner, self._run_to_end, _call)
         self._poster = QueuePoster()
         self._thread = 0
+        self._steps: list[Step] = []  # that are not over
 
     def open(self) -> Self:
         """Start the actors."""
@@ -376,16 +382,37 @@ class SyncCacheRuntime(_Facade):
                 assert isinstance(at, Parked)
                 if at.done():
                     at = work.send(None)
-                elif self.inner.core.in_flight:
+                elif self._goes_on():
                     self._poster.wait(self.inner.core.transfer.next_look_s)
                     self.poll()
                 else:
-                    at = work.throw(NoRoom(self.inner.core.allocator.figures(0, 0)))
+                    at = work.throw(self._in_vain())
         except StopIteration as end:
             value: T = end.value
             return value
         finally:
             work.close()
+
+    def _opened(self, step: Step) -> None:
+        self._steps = [one for one in self._steps if not one.fence.passed]
+        self._steps.append(step)
+
+    def _goes_on(self) -> bool:
+        """Whether something in flight will end though this thread does nothing but wait."""
+        core = self.inner.core
+        left = [step for step in self._steps if not step.fence.passed]
+        ours = [step.fence for step in left if step.state in ("opened", "launched")]
+        if not ours:
+            return core.in_flight
+        return len(ours) < len(left) or core.transfer.goes_on_without(ours)
+
+    def _in_vain(self) -> NoRoom | InvalidRequest:
+        """What is said to a call that would wait for ever."""
+        allocator = self.inner.core.allocator
+        asked = next(allocator.queue(), None)
+        if asked is not None:
+            return NoRoom(allocator.figures(asked.pages, asked.states, asked.spans))
+        return InvalidRequest("what it waits for comes after a step that this thread has to end")
 
     def __enter__(self) -> Self:
         return self.open()

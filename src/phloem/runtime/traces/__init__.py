@@ -6,17 +6,17 @@
 `data/README.md` says where the samples come from and under which licences.
 """
 
+from phloem.runtime.traces.event_logs import read_event_log
 from phloem.runtime.traces.readers import (
     Sessions,
-    TraceRequest,
     read_agent_tokens,
     read_azure,
-    read_event_log,
     read_mooncake,
     read_sessions,
     read_token_log,
     read_trace,
 )
+from phloem.runtime.traces.request import TraceRequest
 from phloem.runtime.traces.samples import SAMPLES, sample
 
 __all__ = [

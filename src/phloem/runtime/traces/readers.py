@@ -9,7 +9,6 @@ trace of any length can be read in bounded memory where its format allows it.
 from __future__ import annotations
 
 import csv
-import gzip
 import heapq
 import math
 import random
@@ -20,84 +19,29 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from phloem.errors import InvalidRequest
-from phloem.events import (
-    LeaseEnded,
-    RequestEnded,
-    RequestForked,
-    RequestOpened,
-    RequestSuspended,
-    RuntimeStarted,
-)
-from phloem.runtime.tracing import EntryDecoder
+from phloem.runtime.traces.event_logs import read_event_log
+from phloem.runtime.traces.request import TokenIds, TraceRequest, lines_of
 
 __all__ = [
     "Sessions",
-    "TraceRequest",
     "is_sessions",
     "read_agent_tokens",
     "read_azure",
-    "read_event_log",
     "read_mooncake",
     "read_sessions",
     "read_token_log",
     "read_trace",
 ]
 
-TokenIds = npt.NDArray[np.int32]
 _ID_MAX = 2**31
-NO_TOKENS: TokenIds = np.empty(0, np.int32)
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a trace, `at_s` seconds after its start.
-
-    `blocks` are ids of blocks of `block_size` tokens; the last one may be partial, or left out.
-    `length` are the tokens of the prompt, `output` those of the answer, and `answer` the ids of
-    their blocks in the traces that tell them.
-    """
-
-    at_s: float
-    session: str
-    blocks: TokenIds
-    block_size: int
-    length: int
-    output: int
-    answer: TokenIds = NO_TOKENS
-
-    def tokens(self, *, shrink: int = 1) -> TokenIds:
-        """Token ids in which exactly those prefixes are equal that were equal in the trace.
-
-        `shrink` makes every block that many times shorter, for small simulations; a prompt keeps
-        at least one token.
-        """
-        size = max(1, self.block_size // shrink)
-        spread = self.blocks.astype(np.int64)[:, None] * size + np.arange(size)
-        length = max(1, min(self.length * size // self.block_size, spread.size))
-        return (spread.reshape(-1)[:length] % (2**31 - 1)).astype(np.int32)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, and their numbers."""
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8")
-        ) as file:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    yield number, line
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path.name} cannot be read: {error}") from error
 
 
 def _decoded(path: Path, kind: type[S]) -> Iterator[tuple[int, S]]:
     decode = msgspec.json.Decoder(kind).decode
-    for number, line in _lines(path):
+    for number, line in lines_of(path):
         try:
             yield number, decode(line)
         except msgspec.DecodeError as error:
@@ -371,7 +315,7 @@ def read_token_log(path: Path) -> Iterator[TraceRequest]:
 
 def read_azure(path: Path) -> Iterator[TraceRequest]:
     """Azure's inference traces: arrivals and lengths. No two prompts share anything."""
-    rows = csv.DictReader(line for _, line in _lines(path))
+    rows = csv.DictReader(line for _, line in lines_of(path))
     start: datetime | None = None
     made = 0
     for number, row in enumerate(rows, 2):
@@ -392,96 +336,6 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
             output=output,
         )
         made = (made + length) % 2**30
-
-
-# -- the runtime's own logs ------------------------------------------------------------------------
-
-
-class _Request(msgspec.Struct):
-    """One that was opened, with its lease; `made` once it has finished."""
-
-    opened_s: float
-    session: str
-    lease: int
-    suspended: bool = False
-    made: TraceRequest | None = None
-
-
-def read_event_log(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]:
-    """A log of events in `json` style, of runtimes with `CacheConfig.tell_prompts`.
-
-    The requests that finished, as they were opened; a fork is a request with its parent's prompt.
-    Left out are those that were aborted, whose opening or end is not in the log, and, but with
-    `empty`, whose prompt fills no page. In memory are those since the oldest that is
-    open. Raises `InvalidRequest` for a line that is no event, and for a request's end that does not
-    tell its prompt.
-    """
-    decoder = EntryDecoder()
-    waiting: dict[int, _Request] = {}  # in the order in which they were opened
-    live: dict[str, int] = {}
-    numbers: dict[int, int] = {}
-    opened, start = 0, None
-    for number, line in _lines(path):
-        try:
-            entry = decoder.decode(line.encode())
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{path.name}, line {number} is no event: {error}") from error
-        event = entry.event
-        if isinstance(event, RequestOpened | RequestForked):
-            if event.request in live:  # it was suspended, and goes on
-                request = waiting[live[event.request]]
-                request.lease, request.suspended = event.lease, False
-                continue
-            start = entry.time if start is None else start
-            session = event.session if isinstance(event, RequestOpened) else ""
-            waiting[opened] = _Request(max(0.0, entry.time - start), session, event.lease)
-            live[event.request] = opened
-            opened += 1
-            continue
-        if isinstance(event, RuntimeStarted):
-            for left in live.values():  # the run before has ended, and they with it
-                del waiting[left]
-            live.clear()
-        elif isinstance(event, RequestSuspended) and event.request in live:
-            waiting[live[event.request]].suspended = True
-        elif isinstance(event, LeaseEnded) and not event.state_only and event.request in live:
-            request = waiting[live[event.request]]
-            if request.lease == event.lease and not request.suspended:
-                del waiting[live.pop(event.request)]  # its caller left before it had it
-        elif isinstance(event, RequestEnded):
-            if not event.page_size:
-                raise InvalidRequest(
-                    f"{path.name}, line {number}: request {event.request!r} ended without telling "
-                    "its prompt; the log of a runtime with CacheConfig(tell_prompts=True) can be "
-                    "replayed"
-                )
-            at = live.pop(event.request, None)
-            if at is not None and event.how == "finished":
-                waiting[at].made = _served(waiting[at], event, numbers)
-            elif at is not None:
-                del waiting[at]
-        while waiting and (made := next(iter(waiting.values())).made) is not None:
-            del waiting[next(iter(waiting))]
-            if len(made.blocks) or empty:
-                yield made
-    for request in waiting.values():
-        if request.made is not None and (len(request.made.blocks) or empty):
-            yield request.made
-
-
-def _served(request: _Request, ended: RequestEnded, numbers: dict[int, int]) -> TraceRequest:
-    """The page in which the answer begins is counted with the answer's."""
-    ids = [numbers.setdefault(one, len(numbers)) for one in ended.blocks]
-    whole = ended.prompt_tokens // ended.page_size
-    return TraceRequest(
-        at_s=request.opened_s,
-        session=request.session,
-        blocks=np.array(ids[:whole], np.int32),
-        block_size=ended.page_size,
-        length=ended.prompt_tokens,
-        output=max(0, ended.tokens - ended.prompt_tokens),
-        answer=np.array(ids[whole:], np.int32),
-    )
 
 
 _BY_FIELD: tuple[tuple[str, Callable[[Path], Iterator[TraceRequest]]], ...] = (
@@ -515,7 +369,7 @@ def read_trace(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]:
 
 
 def _reader_of(path: Path) -> Callable[[Path], Iterator[TraceRequest]]:
-    first = next(_lines(path), (0, ""))[1]
+    first = next(lines_of(path), (0, ""))[1]
     for field, reader in _BY_FIELD:
         if field in first:
             return reader

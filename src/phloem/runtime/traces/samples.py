@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phloem.errors import InvalidRequest
-from phloem.runtime.traces.readers import TraceRequest, read_trace
+from phloem.runtime.traces.readers import read_trace
+from phloem.runtime.traces.request import TraceRequest
 
 __all__ = ["SAMPLES", "sample"]
 
