@@ -122,6 +122,11 @@ class Adapter:
         """
         raise NotImplementedError
 
+    def finish(self, key: Any, length: int, slots: Any, state: Any, place: Place) -> None:
+        """The last `insert` of a request, and `unlock`."""
+        self.insert(key, length, slots, state, place)
+        self.unlock(place.receipt)
+
     def continue_from(self, key: Any, place: Place) -> Place:
         """Where the request stands after inserting `key` whole, as its next chunk would find it."""
         match = self.match(key)

@@ -92,9 +92,10 @@ def serve(adapter: Adapter, request: Request, record: Record, held: Tokens | Non
     for stop in (*(at for at in wanted if match.hit < at < length), length):
         if stop > place.match.hit:
             place = _extend(adapter, request, key, stop, place, record, spent, held)
-    begun = clock()
-    adapter.unlock(place.receipt)
-    spent["insert"] += clock() - begun
+    if place.receipt is not None:
+        begun = clock()
+        adapter.unlock(place.receipt)
+        spent["insert"] += clock() - begun
     if record.switches() != switches:
         record.preempted += 1
     else:
@@ -118,11 +119,13 @@ def _extend(
         held[adapter.slots_to_numpy(slots)] = request.tokens[hit:stop]
     last = stop == len(request.tokens) // adapter.page_size * adapter.page_size
     begun = clock()
-    part = key if last else adapter.cut(key, stop)
-    adapter.insert(part, stop, slots, state, place)
     if last:
+        adapter.finish(key, stop, slots, state, place)
         spent["insert"] += clock() - begun
+        place = place._replace(receipt=None)
     else:
+        part = adapter.cut(key, stop)
+        adapter.insert(part, stop, slots, state, place)
         place = adapter.continue_from(part, place)
         spent["branch"] = spent.get("branch", 0) + clock() - begun
     if held is not None and adapter.fused:

@@ -186,8 +186,10 @@ class Driver:
             cache.release(lease)
             raise
         held = dict(zip(self.spans, grant.spans, strict=False))
-        nowait.insert(tokens, pages=grant.pages, lease=lease, spans=held)
-        cache.release(lease)
+        at_once = pages % 2 == 0
+        nowait.insert(tokens, pages=grant.pages, lease=lease, spans=held, release=at_once)
+        if not at_once:
+            cache.release(lease)
         if pages:
             cache.release(grant)
 

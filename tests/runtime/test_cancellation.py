@@ -177,6 +177,25 @@ async def lower_level(here: House) -> None:
         lease.release()
 
 
+async def insert_releases(here: House) -> None:
+    """An insert that gives its lease back; the block does it if that did not happen."""
+    cache = here.cache
+    async with await cache.acquire(run(1, 2 * PAGE), owner="low", whole=True) as lease:
+        pages = 2 - lease.boundary // PAGE
+        grant = await cache.allocate(pages=pages, states=1, owner="low")
+        try:
+            await cache.insert(
+                run(1, 2 * PAGE),
+                pages=grant.pages,
+                lease=lease,
+                state=grant.states[0],
+                release=True,
+            )
+            assert lease.released
+        finally:
+            cache.release(grant)
+
+
 async def waits_for_room(here: House) -> None:
     """Allocates what another holds, who gives it back a little later."""
     cache = here.cache
@@ -198,6 +217,7 @@ LIVES = {
     "forked": (forked, 4),
     "two_in_one_pass": (two_in_one_pass, 3),
     "lower_level": (lower_level, 0),
+    "insert_releases": (insert_releases, 0),
     "waits_for_room": (waits_for_room, 1),
 }
 

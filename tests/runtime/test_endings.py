@@ -20,8 +20,8 @@ from serving import (
     serve,
 )
 
-from phloem import Placement, StaleHandle
-from phloem.events import Inserted, RequestEnded
+from phloem import InvalidRequest, OwnershipError, Placement, StaleHandle
+from phloem.events import Inserted, LeaseEnded, RequestEnded
 
 PROMPT = run(1, 3 * PAGE + 1)
 
@@ -175,6 +175,52 @@ async def test_an_insert_at_the_lower_level_moves_its_lease(inline: bool) -> Non
         cache.release(grant)  # nothing is left of it
         assert (await cache.evict(pages=3)).pages == 0
         lease.release()
+
+
+async def test_an_insert_at_the_lower_level_may_end_its_lease(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        lease = await cache.acquire(PROMPT, owner="low")
+        grant = await cache.allocate(pages=3, states=1, owner="low")
+        tokens = PROMPT[: 3 * PAGE]
+        with pytest.raises(InvalidRequest):
+            await cache.insert(tokens, pages=grant.pages[:2], lease=lease, release=True)
+        with pytest.raises(OwnershipError):
+            await cache.insert(tokens, pages=[9, 10, 11], lease=lease, release=True)
+        assert not lease.released, "what was refused has changed nothing"
+        with pytest.raises(InvalidRequest, match="without a lease"):
+            await cache.insert(tokens, pages=grant.pages, release=True)
+        await cache.insert(
+            tokens, pages=grant.pages, state=grant.states[0], lease=lease, release=True
+        )
+        assert lease.released and not cache.stats().tree.leases
+        with pytest.raises(StaleHandle):
+            lease.release()
+        kinds = [type(event) for event in here.events if isinstance(event, Inserted | LeaseEnded)]
+        assert kinds == [Inserted, LeaseEnded]
+        cache.release(grant)
+        assert (await cache.evict(pages=3)).pages == 3
+
+
+async def test_what_a_step_still_writes_outlives_the_lease_that_its_insert_ends(
+    inline: bool,
+) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        request = await opened(here, run(50, PAGE + 1))
+        lease = await cache.acquire(PROMPT, owner="low")
+        grant = await cache.allocate(pages=3, owner="low")
+        step = cache.step([request])
+        await cache.insert(
+            PROMPT[: 3 * PAGE], pages=grant.pages, lease=lease, after=step, release=True
+        )
+        assert lease.released and not lease.inner.live
+        assert (await cache.evict(pages=3)).pages == 0
+        step.abandon()
+        await here.settled()
+        assert (await cache.evict(pages=3)).pages == 3
+        assert cache.stats().tree.leases == 1, "only the request's own"
+        request.abort()
 
 
 async def test_pages_that_a_caller_keeps_stay_in_the_grants_they_came_from(inline: bool) -> None:

@@ -203,10 +203,12 @@ class Compared:
         number: int | None = None,
         swap: bool = True,
         tail: int = 1000,
+        release: bool = False,
     ) -> None:
         """Insert with the lease `number`, or without one; skipped when there is no room.
 
-        With pages of spans for the last `tail` pages, if there are so many.
+        With pages of spans for the last `tail` pages, if there are so many. `release`: and end the
+        lease.
         """
         world = self.world
         holding = None if number is None else self.held[number]
@@ -229,7 +231,11 @@ class Compared:
         logged = len(world.log)
         spans = world.take_spans(key, length, tail)
         published = world.publish_own(
-            key, pages, slot, lease, length=length, swap=swap, spans=spans
+            *(key, pages, slot, lease),
+            length=length,
+            swap=swap,
+            spans=spans,
+            release=release,
         )
         if prefixes:
             assert published.end == len(end[1]) // TOKEN_BYTES
@@ -245,8 +251,12 @@ class Compared:
             self._publish_spans(end, mine[-tail:], spans, swap)
         if state and prefixes:
             self.states.setdefault(end, slot)
-        if holding is not None and number is not None and prefixes:
-            self.held[number] = holding._replace(boundary=end)
+        if holding is not None and number is not None:
+            if release:
+                assert not holding.lease.live
+                del self.held[number]
+            elif prefixes:
+                self.held[number] = holding._replace(boundary=end)
         self._forget_excess(world.log[logged:], slot)
         self.compare()
 

@@ -127,6 +127,7 @@ class World:
         length: int | None = None,
         swap: bool = True,
         tail: int | None = None,
+        release: bool = False,
     ) -> Published:
         """Allocate what the insert takes, fill it, insert, and carry the actions out.
 
@@ -143,7 +144,13 @@ class World:
             (slot,) = self.states.take(1, CALLER)
             self.states.content[slot] = (key.root, key.data[: length * TOKEN_BYTES])
         spans = self.take_spans(key, length, count if tail is None else tail)
-        return self.publish_own(key, pages, slot, lease, length=length, swap=swap, spans=spans)
+        return self.publish_own(
+            *(key, pages, slot, lease),
+            length=length,
+            swap=swap,
+            spans=spans,
+            release=release,
+        )
 
     def take_spans(self, key: TokenKey, length: int, count: int) -> list[Ids]:
         """The caller's pages of each span component for the last `count` pages of the key."""
@@ -162,11 +169,17 @@ class World:
         length: int | None = None,
         swap: bool = True,
         spans: Sequence[Ids] = (),
+        release: bool = False,
     ) -> Published:
         """Insert what the caller holds already; the tree becomes the owner of what it adopts."""
         start = lease.boundary if lease is not None else 0
         result, actions = self.tree.insert(
-            key, pages, slot, lease, length=length, owner=CALLER, swap=swap, spans=spans
+            *(key, pages, slot, lease),
+            length=length,
+            owner=CALLER,
+            swap=swap,
+            spans=spans,
+            release=release,
         )
         for pool, taken in zip(self.spans, result.spans, strict=False):
             pool.move(taken, CALLER, TREE)

@@ -78,15 +78,29 @@ class Machine(RuleBasedStateMachine):
         self.both.insert(key, key.length, state=state, swap=swap, tail=spans)
 
     @precondition(lambda self: self.holds)
-    @rule(index=INDEX, more=PATHS, state=st.booleans(), swap=st.booleans(), spans=SPANNED)
+    @rule(
+        index=INDEX,
+        more=PATHS,
+        state=st.booleans(),
+        swap=st.booleans(),
+        spans=SPANNED,
+        release=st.booleans(),
+    )
     def insert_with_lease(
-        self, index: int, more: list[int], state: bool, swap: bool, spans: int
+        self, index: int, more: list[int], state: bool, swap: bool, spans: int, release: bool
     ) -> None:
         number = self.pick(index)
         lease = self.both.held[number].lease
         covered = lease.key.data[: lease.boundary * 4]
         key = TokenKey(covered, lease.key.namespace).extended(page_tokens(more, self.page))
-        self.both.insert(key, key.length, state=state, number=number, swap=swap, tail=spans)
+        self.both.insert(
+            *(key, key.length),
+            state=state,
+            number=number,
+            swap=swap,
+            tail=spans,
+            release=release,
+        )
 
     @precondition(lambda self: self.holds)
     @rule(index=INDEX, pages=st.integers(0, 6), state=st.booleans(), spans=SPANNED)

@@ -109,6 +109,11 @@ class Adapter(Protocol):
             key = key.cut(length)
         self._nowait.insert(key, pages=slots, state=state, lease=place.receipt)
 
+    def finish(self, key: TokenKey, length: int, slots: Ids, state: int, place: Place) -> None:
+        if length != key.length:
+            key = key.cut(length)
+        self._nowait.insert(key, pages=slots, state=state, lease=place.receipt, release=True)
+
     def continue_from(self, key: TokenKey, place: Place) -> Place:
         lease: Lease = place.receipt  # it has moved along with the insert
         return Place(Match(lease.boundary, key), lease, None)

@@ -138,7 +138,10 @@ class Advance(Message, frozen=True, gc=False, eq=False):
 
 
 class Insert(Message, frozen=True, gc=False, eq=False):
-    """Publish the first `length` tokens. `after`: steps that may still touch what is offered."""
+    """Publish the first `length` tokens. `after`: steps that may still touch what is offered.
+
+    `release`: and end the lease.
+    """
 
     key: TokenKey
     length: int
@@ -149,6 +152,7 @@ class Insert(Message, frozen=True, gc=False, eq=False):
     swap: bool = True
     after: tuple[Fence, ...] = ()
     spans: tuple[Ids, ...] = ()
+    release: bool = False
 
 
 class Release(Message, frozen=True, gc=False, eq=False):

@@ -236,15 +236,27 @@ class CacheRuntime(OpenRuntime):
         after: Step | None = None,
         swap: bool = True,
         spans: Mapping[str, Ids | Sequence[int]] | None = None,
+        release: bool = False,
     ) -> InsertResult:
-        """Publish data: see `phloem.actors.tree.Tree.insert`. Takes effect whatever becomes of its
-        caller. `after`: the step that still writes what is offered. `spans`: by component, the
-        pages for the last tokens of these, as many as the caller still has.
+        """Publish data: see `phloem.actors.tree.Tree.insert`.
+
+        `after`: the step that still writes what is offered. `spans`: by component, the pages for
+        the last tokens of these, as many as the caller still has. `release` gives the lease back in
+        the same turn, which costs less than a call of its own; after an error it is still held.
+        Once queued it takes effect whatever becomes of its caller.
         """
         core = self.core
         more = span_ids(core, spans)
-        message = insert_message(tokens, pages, state, lease, namespace, after, swap, more)
-        result = await core.domain.call(core.tree_actor, message)
+        message = insert_message(tokens, pages, state, lease, namespace, after, swap, more, release)
+        try:
+            result = await core.domain.call(core.tree_actor, message)
+        except BaseException:
+            if release and lease is not None:
+                core.domain.drain()  # it may be on its way
+                lease.released = not lease.inner.live
+            raise
+        if release and lease is not None:
+            lease.released = True
         assert isinstance(result, InsertResult)
         return result
 

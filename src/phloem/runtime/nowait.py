@@ -109,11 +109,14 @@ class Nowait:
         after: Step | None = None,
         swap: bool = True,
         spans: Mapping[str, Ids | Sequence[int]] | None = None,
+        release: bool = False,
     ) -> InsertResult:
         """Publish data; see `CacheRuntime.insert`."""
         more = span_ids(self._core, spans) if spans else ()
-        message = insert_message(tokens, pages, state, lease, namespace, after, swap, more)
+        message = insert_message(tokens, pages, state, lease, namespace, after, swap, more, release)
         result = self._domain.run(self._tree, message)
+        if release and lease is not None:
+            lease.released = True
         assert isinstance(result, InsertResult)
         return result
 
@@ -181,9 +184,12 @@ def insert_message(
     namespace: Namespace | None,
     after: Step | None,
     swap: bool,
-    spans: tuple[Ids, ...] = (),
+    spans: tuple[Ids, ...],
+    release: bool,
 ) -> m.Insert:
-    """Raises `InvalidRequest` for tokens or ids that are none."""
+    """Raises `InvalidRequest` for tokens or ids that are none, or no lease to `release`."""
+    if release and lease is None:
+        raise InvalidRequest("release=True without a lease to release")
     key = TokenKey.of(tokens, namespace)
     fences: tuple[Fence, ...] = () if after is None else (after.fence,)
     if lease is not None and lease.released:
@@ -191,7 +197,7 @@ def insert_message(
     inner = None if lease is None else lease.inner
     owner = None if inner is None else inner.owner
     slot = integer("state", state)
-    return m.Insert(key, key.length, _ids(pages), slot, inner, owner, swap, fences, spans)
+    return m.Insert(key, key.length, _ids(pages), slot, inner, owner, swap, fences, spans, release)
 
 
 def span_ids(core: Core, spans: Mapping[str, Ids | Sequence[int]] | None) -> tuple[Ids, ...]:

@@ -275,10 +275,18 @@ class _Facade:
         state: int = 0,
         lease: Lease | None = None,
         namespace: Namespace | None = None,
+        release: bool = False,
     ) -> InsertResult:
-        """Publish data."""
+        """Publish data; `release` gives the lease back in the same turn."""
         return self._drive(
-            self.inner.insert(tokens, pages=pages, state=state, lease=lease, namespace=namespace)
+            self.inner.insert(
+                tokens,
+                pages=pages,
+                state=state,
+                lease=lease,
+                namespace=namespace,
+                release=release,
+            )
         )
 
     def evict(self, *, pages: int = 0, states: int = 0) -> Evicted:

@@ -246,16 +246,19 @@ class TreeActor:
         if message.leaked and not lease.live:
             return
         self.tree.release(lease)
-        if self.tiers is not None:
-            self.tiers.let_go(lease.id)
         if self._joined:
             self._went_on(lease)
         if self.tree.generation and self.tree.sweeping:
             self._domain.send(self, m.Sweep())
-        if self._tell is not None:
-            self._tell.ended(lease, leaked=message.leaked)
+        self._ended(lease, leaked=message.leaked)
         if self._ledger.waiting:
             self._let_waiters_retry()
+
+    def _ended(self, lease: Lease, *, leaked: bool = False) -> None:
+        if self.tiers is not None:
+            self.tiers.let_go(lease.id)
+        if self._tell is not None:
+            self._tell.ended(lease, leaked=leaked)
 
     def _on_release_state(self, message: m.ReleaseState) -> None:
         self._check_ours(message.lease)
@@ -297,7 +300,8 @@ class TreeActor:
             # Steps may yet read what the lease leaves behind, which no boundary needs any more.
             self._guard(tree.fork(lease, owner=lease.owner), writing, lease.boundary, own=True)
         result, actions = tree.insert_checked(
-            key, length, start, pages, state, lease, account, message.swap, 0, spans
+            *(key, length, start, pages, state, lease, account, message.swap, 0, spans),
+            message.release and not writing,
         )
         taken: Ids = array("i")
         if account:
@@ -316,6 +320,10 @@ class TreeActor:
             self._guard(lease if guard is None else guard, writing, start, own=guard is not None)
             assert self._transfer is not None
             self._domain.send(self._transfer, m.Written(tuple(writing)))
+        if message.release and message.lease is not None:
+            if writing:
+                tree.release(message.lease)
+            self._ended(message.lease)
         if actions:
             self._dispatch(actions)
         if self._joined and lease is not None:

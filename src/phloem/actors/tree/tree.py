@@ -108,16 +108,19 @@ class Tree(LeasingTree):
         swap: bool = True,
         priority: int = 0,
         spans: Sequence[Ids] = (),
+        release: bool = False,
     ) -> tuple[InsertResult, Actions]:
         """Publish the first `length` tokens (all by default).
 
         `pages` are the caller's device pages from the lease's boundary (or the start) on, `state`
         the slot of the state at exactly `length`. What the tree has already is a duplicate: the
         caller's pages go back by action and `pages_changed` names the tree's own; with
-        `swap=False` the caller keeps them. A lease moves to the new boundary in the same turn.
-        `spans`: of each span component the caller's pages for the last tokens of these, as many as
-        it still has.
+        `swap=False` the caller keeps them. A lease moves to the new boundary in the same turn, or
+        ends there with `release`. `spans`: of each span component the caller's pages for the last
+        tokens of these, as many as it still has.
         """
+        if release and lease is None:
+            raise InvalidRequest("release=True without a lease to release")
         key = TokenKey.of(tokens)
         length = key.length if length is None else length
         if not isinstance(pages, array) or pages.typecode != "i":
@@ -125,7 +128,7 @@ class Tree(LeasingTree):
         counts = [*map(len, spans)] if spans else ()
         start = self.check_insert(key, length, len(pages), state, lease, counts)
         return self.insert_checked(
-            key, length, start, pages, state, lease, owner, swap, priority, spans
+            key, length, start, pages, state, lease, owner, swap, priority, spans, release
         )
 
     def insert_checked(
@@ -140,10 +143,13 @@ class Tree(LeasingTree):
         swap: bool,
         priority: int = 0,
         spans: Sequence[Ids] = (),
+        release: bool = False,
     ) -> tuple[InsertResult, Actions]:
         """`insert` of what `check_insert` has just let pass; it answered `start`."""
         stop = length // self.page_size * self.radix.page_bytes
         if not self.enabled or not stop:
+            if release and lease is not None:
+                self.release(lease)
             return self._give_all_back(
                 pages if swap else pages[:0], state, owner, spans if swap else ()
             )
@@ -172,13 +178,12 @@ class Tree(LeasingTree):
         if lease is not None:
             former = lease.anchor
             lease.key = key
-            self._move_with_insert(lease, node)
-            if lease.priority:
-                self._prefer(node, lease.priority, lease.keep_until)
-        elif kv_may_go(node):
-            self.kv_index.push(node)
-            if self.policy.learns:
-                self.policy.rested(node, self.now)
+            if release and self._end_with_insert(lease, node):
+                lease = None
+            else:
+                self._move_with_insert(lease, node)
+                if lease.priority:
+                    self._prefer(node, lease.priority, lease.keep_until)
         if priority:
             self._prefer(node, priority, 0)
         outcome = self._offer_state(node, state, owner, actions, arrived=stop == offered)
@@ -187,12 +192,14 @@ class Tree(LeasingTree):
             adopted_spans = self._offer_spans(node, spans, owner if swap else 0, actions)
         if former is not None and former is not node and former.state == NO_SLOT:
             self.radix.merge_into_child(former)
-        if self.host is not None and node.parent is not None:
-            self._plan_backups(node.parent, actions)
-        if self.placement.max_states_per_path is not None:
-            self._name_excess(node, actions)
-        if self.host is not None:
-            self._plan_backups(node, actions)
+        if lease is None and kv_may_go(node):
+            self.kv_index.push(node)
+            if self.policy.learns:
+                self.policy.rested(node, self.now)
+        if self.host is not None or self.placement.max_states_per_path is not None:
+            self._follow_up(node, actions)
+        if release and lease is not None:
+            self.release(lease)
         end = stop // TOKEN_BYTES
         adopted = ((present, end),) if end > present else ()
         pages_changed = tuple(changed) if swap else ()
@@ -274,6 +281,15 @@ class Tree(LeasingTree):
         leaf.mark = mark
         return leaf
 
+    def _follow_up(self, node: Node, actions: Actions) -> None:
+        """What an insert that ends at `node` has others do besides taking back duplicates."""
+        if self.host is not None and node.parent is not None:
+            self._plan_backups(node.parent, actions)
+        if self.placement.max_states_per_path is not None:
+            self._name_excess(node, actions)
+        if self.host is not None:
+            self._plan_backups(node, actions)
+
     def _offer_state(
         self, node: Node, state: int, owner: int, actions: Actions, *, arrived: bool
     ) -> Literal["adopted", "duplicate", "none"]:
@@ -288,6 +304,25 @@ class Tree(LeasingTree):
         self.radix.put_state(node, state)
         self.leases.state_appeared(node)
         return "adopted"
+
+    def _end_with_insert(self, lease: Lease, node: Node) -> bool:
+        """End a lease where it stands instead of moving it to `node` and ending it there.
+
+        False, and nothing is done, where that would make a difference.
+        """
+        anchor = lease.anchor
+        if node is anchor or anchor.counted or lease.running_at is not None or lease.priority:
+            return False
+        if self.host is not None or self.spans:
+            return False
+        had_state = lease.has_state
+        self.leases.end(lease, self.now)
+        lease.anchor = node
+        self.now += 1
+        node.stamp = self.now
+        if had_state:
+            node.state_stamp = self.now
+        return True
 
     def _move_with_insert(self, lease: Lease, node: Node) -> None:
         if node is not lease.anchor:

@@ -313,8 +313,15 @@ async def _borrow(sim: Simulation, cache: CacheRuntime, name: str) -> None:
                 continue
             try:
                 await asyncio.sleep(rng.expovariate(50.0))
-                if rng.random() < 0.5:
-                    await cache.insert(tokens, pages=grant.pages, lease=held, namespace=namespace)
+                draw = rng.random()
+                if draw < 0.5:
+                    await cache.insert(
+                        tokens,
+                        pages=grant.pages,
+                        lease=held,
+                        namespace=namespace,
+                        release=draw < 0.25,
+                    )
             except StaleHandle:
                 pass  # reset in between: the grant is still ours
             finally:
