@@ -122,6 +122,11 @@ def test_blocks_of_a_trace_can_be_divided() -> None:
         prepare(sample("mooncake_conversation"), name="c", block=48)
 
 
+def test_fewer_than_no_requests_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", TRACE, "--limit", "-1"]) == 2
+    assert "the first -1 requests" in capsys.readouterr().err
+
+
 def test_an_interrupt_ends_the_other_processes() -> None:
     work = prepare(sample(TRACE), name=TRACE, limit=20)
     settings = Settings(geometry=geometry_named("marconi7b"), bounds=False)

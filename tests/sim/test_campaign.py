@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from multiprocessing import active_children
 from pathlib import Path
 
 import msgspec
@@ -274,3 +275,23 @@ def test_virtual_time_is_much_faster_than_real(record_property: pytest.RecordPro
     took = time.process_time() - began
     record_property("times faster than real", outcome.virtual_s / took)
     assert outcome.virtual_s / took > 20, "100 on an idle machine"
+
+
+def test_an_interrupt_ends_all_processes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(total: Summary, part: Summary) -> None:
+        assert active_children() and not total.seeds and part.seeds
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Summary, "merge", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(["--seeds", "0:100000", "--jobs", "2"])
+    assert not active_children()
+
+
+def test_a_workload_without_requests_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--seeds", "0:1", "--requests", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_a_trace_of_no_requests_is_served_at_once() -> None:
+    assert production(iter(()), workers=1, kv_gib=1.0, states_gib=1.0, host_gib=0.0).result == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 from pathlib import Path
 
@@ -240,3 +241,51 @@ def test_a_servers_log_of_token_ids(tmp_path: Path) -> None:
     assert (one.at_s, two.at_s, two.output) == (0.0, 5.0, 0)
     with pytest.raises(InvalidRequest, match="line 1"):
         list(read_trace(write(tmp_path / "t.jsonl", {"input_ids": [-1]})))
+
+
+AGENT = {"s": 1, "t": 0.0, "ref": -1, "reuse": 0, "new": [1, 2, 3], "out": []}
+SESSION = {"id": "a", "block_size": 4, "tool_tokens": 0, "requests": []}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([AGENT | {"new": [2**40]}], "1099511627776 is no token id"),
+        ([AGENT | {"out": [7, -4]}], "-4 is no token id"),
+        ([AGENT, AGENT | {"ref": 0, "reuse": -1}], "line 2 reuses -1 of 3"),
+        ([AGENT, AGENT | {"ref": 0, "reuse": 4}], "line 2 reuses 4 of 3"),
+        ([SESSION | {"block_size": 0}], "block_size is 0"),
+        ([SESSION | {"tool_tokens": -9}], "tool_tokens -9"),
+    ],
+)
+def test_numbers_that_cannot_be_are_named(
+    tmp_path: Path, lines: list[dict[str, object]], message: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(InvalidRequest, match=message):
+        list(read_trace(path))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"every_s": -1.0}, {"every_s": 0.0, "seed": 1}, {"pause_s": -1.0}),
+        *({"pause_max_s": math.nan}, {"first": -1}, {"turns_max": -1}),
+    ],
+)
+def test_wrong_layouts_of_sessions_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match="sessions"):
+        Sessions(**wrong)  # type: ignore[arg-type]  # as a command line may give them
+
+
+def test_long_pauses_are_as_long_as_asked_for() -> None:
+    """An hour on average: more than the exponential of it fits into a float."""
+    laid = read_sessions(SAMPLES["agentic_coding_sessions"], Sessions(seed=1, pause_s=3600.0))
+    before: dict[str, float] = {}
+    pauses: list[float] = []
+    for request in laid:
+        if request.session in before:
+            pauses.append(request.at_s - before[request.session])
+        before[request.session] = request.at_s
+    assert len(pauses) > 50 and 3500 < sum(pauses) / len(pauses) < 3700

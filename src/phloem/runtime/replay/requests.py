@@ -77,6 +77,8 @@ def prepare(
     out, as a cache of pages leaves it out. Raises `InvalidRequest` for an empty trace, or blocks of
     which neither the trace's are a whole number nor the other way round.
     """
+    if limit is not None and limit < 0:
+        raise InvalidRequest(f"the first {limit} requests")
     numbers: dict[tuple[int, bytes], int] = {}
     prepared: list[ReplayRequest] = []
     if block is not None and block < 1:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing import active_children, get_context
-from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask, signal
-from threading import current_thread, main_thread
 from time import perf_counter
 
 import msgspec
@@ -19,6 +14,7 @@ from phloem.actors.tree.placement import Placement
 from phloem.errors import InvalidRequest
 from phloem.runtime.config import parse_bytes
 from phloem.runtime.costs.model import Geometry
+from phloem.runtime.processes import in_processes
 from phloem.runtime.replay.bounds import Bounds, bounds, ceiling
 from phloem.runtime.replay.named import Tiers, cache_named
 from phloem.runtime.replay.requests import Workload
@@ -279,38 +275,5 @@ def _carried_out(
             yield task, work(task)
         _shared.clear()
         return
-    others = {*active_children()}
-    with ProcessPoolExecutor(
-        min(jobs, len(tasks)), get_context("spawn"), _share, (workloads,)
-    ) as pool:
-        try:
-            with _interrupts_later():
-                waiting = {pool.submit(work, task): task for task in tasks}
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BaseException:  # also a Ctrl-C, and a consumer that has enough
-            for worker in {*active_children()} - others:
-                worker.terminate()
-            raise
-
-
-@contextmanager
-def _interrupts_later() -> Generator[None, None, None]:
-    """A Ctrl-C takes effect at the end of the block, and never in processes that it starts.
-
-    They inherit what is blocked, and leave it to this one to end them. Another thread of this one
-    may yet receive it.
-    """
-    if current_thread() is not main_thread():
-        yield
-        return
-    came: list[int] = []
-    handler = signal(SIGINT, lambda number, _: came.append(number))
-    mask = pthread_sigmask(SIG_BLOCK, (SIGINT,))
-    try:
-        yield
-    finally:
-        pthread_sigmask(SIG_SETMASK, mask)
-        signal(SIGINT, handler)
-    if came:
-        raise KeyboardInterrupt
+    jobs = min(jobs, len(tasks))
+    yield from in_processes(jobs, work, tasks, begin=partial(_share, workloads))

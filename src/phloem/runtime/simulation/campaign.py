@@ -71,6 +71,8 @@ class Fixed(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if name is not None and name not in known:
                 raise InvalidRequest(f"no {what} is called {name!r}; there are {known}")
+        if self.requests is not None and self.requests < 1:
+            raise InvalidRequest(f"{self.requests} requests of a workload; at least 1")
         if unknown := sorted(set(self.faults or ()) - set(FAULTS)):
             raise InvalidRequest(f"no fault is called {unknown[0]!r}; there are {FAULTS}")
         if unknown := sorted(set(self.uses or ()) - set(USES)):
@@ -354,7 +356,8 @@ async def _arrivals(
         nobody.clear()
         client = sim.client(_client(sim, server, prompt), prompt.name)
         client.add_done_callback(ended)
-    await nobody.wait()
+    if left:
+        await nobody.wait()
 
 
 async def _client(sim: Simulation, server: Server, prompt: Prompt) -> Served:

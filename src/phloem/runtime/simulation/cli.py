@@ -9,14 +9,14 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
 from phloem.errors import InvalidRequest
+from phloem.runtime.processes import in_processes
 from phloem.runtime.simulation.campaign import HOSTS, Fixed, command, plan_for, run_plan, shorten
 from phloem.runtime.simulation.faults import FAULTS
 from phloem.runtime.simulation.jobs import ORDERS
@@ -157,13 +157,9 @@ def _parts(
         return
     size = max(1, min(50, len(seeds) // (4 * jobs)))
     parts = [tuple(seeds[at : at + size]) for at in range(0, len(seeds), size)]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(_seeds, part, fixed, stop) for part in parts]
-        for done in as_completed(waiting):
-            summary, found = done.result()
-            if found and stop:
-                pool.shutdown(wait=False, cancel_futures=True)
-            yield summary, found
+    work = partial(_seeds, fixed=fixed, stop=stop)
+    for _, done in in_processes(min(jobs, len(parts)), work, parts):
+        yield done
 
 
 def _seeds(seeds: Sequence[int], fixed: Fixed, stop: bool) -> tuple[Summary, list[Failure]]:

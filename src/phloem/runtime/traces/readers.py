@@ -12,7 +12,7 @@ import csv
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _ID_MAX = 2**31
+_POISSON_MAX = 500.0
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -137,6 +138,15 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     turns_max: int | None = None
     turns_min: int = 1
 
+    def __post_init__(self) -> None:
+        least = 0.0 if self.seed is None else 1e-9  # a mean of 0 cannot be drawn from
+        if not least <= self.every_s < math.inf:
+            raise InvalidRequest(f"sessions start {self.every_s} seconds apart")
+        for name in ("pause_max_s", "pause_s", "first", "turns_max", "prompt_max", "prompt_cut"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise InvalidRequest(f"{name} of sessions is {value}; 0 or more")
+
 
 def read_sessions(path: Path, layout: Sessions | None = None) -> Iterator[TraceRequest]:
     """Recorded agent sessions, one a line; sub-agents' requests are in their session.
@@ -149,7 +159,12 @@ def read_sessions(path: Path, layout: Sessions | None = None) -> Iterator[TraceR
     waiting: list[tuple[float, int, TraceRequest]] = []
     made = used = 0
     start = 0.0
-    for _, session in _decoded(path, _Session):
+    for number, session in _decoded(path, _Session):
+        if session.block_size < 1 or session.tool_tokens < 0:
+            raise InvalidRequest(
+                f"{path.name}, line {number}: block_size is {session.block_size}, tool_tokens "
+                f"{session.tool_tokens}"
+            )
         if layout.first is not None and used >= layout.first:
             break
         turns = _kept(session, layout)
@@ -207,11 +222,18 @@ def _timed(
 
 
 def _poisson(rng: random.Random, mean: float) -> int:
-    """A Poisson-distributed number: how many uniform draws keep their product above exp(-mean)."""
-    count, product, least = 0, rng.random(), math.exp(-mean)
-    while product > least:
-        count += 1
-        product *= rng.random()
+    """A Poisson-distributed number: how many uniform draws keep their product above exp(-mean).
+
+    Of a large mean it is the sum of several, since that limit would be too small for a float.
+    """
+    count = 0
+    while mean > 0:
+        part = min(mean, _POISSON_MAX)
+        mean -= part
+        product, least = rng.random(), math.exp(-part)
+        while product > least:
+            count += 1
+            product *= rng.random()
     return count
 
 
@@ -257,7 +279,13 @@ def read_agent_tokens(path: Path, *, empty: bool = False) -> Iterator[TraceReque
     for number, line in _decoded(path, _Agent):
         if not -1 <= line.ref < len(before):
             raise InvalidRequest(f"{path.name}, line {number} refers to request {line.ref}")
-        begin = before[line.ref][: line.reuse] if line.ref >= 0 else np.empty(0, np.int32)
+        begin = before[line.ref] if line.ref >= 0 else np.empty(0, np.int32)
+        if not 0 <= line.reuse <= len(begin):
+            raise InvalidRequest(
+                f"{path.name}, line {number} reuses {line.reuse} of {len(begin)} tokens"
+            )
+        _check_tokens(path, number, (*line.new, *line.out))
+        begin = begin[: line.reuse]
         prompt = np.concatenate([begin, np.array(line.new, np.int32)])
         before.append(np.concatenate([prompt, np.array(line.out, np.int32)]))
         if not len(prompt) and not empty:
@@ -271,6 +299,12 @@ def read_agent_tokens(path: Path, *, empty: bool = False) -> Iterator[TraceReque
             output=len(line.out),
             answer=before[-1][len(prompt) :],
         )
+
+
+def _check_tokens(path: Path, number: int, tokens: Sequence[int]) -> None:
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < _ID_MAX:
+            raise InvalidRequest(f"{path.name}, line {number}: {token} is no token id")
 
 
 class _Logged(msgspec.Struct):
@@ -294,9 +328,7 @@ def read_token_log(path: Path) -> Iterator[TraceRequest]:
         answer = line.output_token_ids or line.output_ids or []
         if not prompt:
             continue
-        for token in (*prompt, *answer):
-            if not 0 <= token < _ID_MAX:
-                raise InvalidRequest(f"{path.name}, line {number}: {token} is no token id")
+        _check_tokens(path, number, (*prompt, *answer))
         at = line.arrival_time or 0.0
         start = at if start is None else start
         yield TraceRequest(
