@@ -20,6 +20,7 @@ from phloem import InvalidRequest, ModelLayout, NoRoom, RuntimeClosed, StaleHand
 from phloem.cuda_streams.fences import Fence
 from phloem.events import RuntimeStopped
 from phloem.runtime.layout import LayerSpec
+from phloem.runtime.simulation import SimLoop
 
 PROMPT = run(1, 3 * PAGE + 1)
 Life = Callable[[House], Coroutine[Any, Any, None]]
@@ -99,7 +100,9 @@ async def every_suspension(
             await here.cache.evict(pages=99, states=99)
             await seed(here, run(1, PAGE))
             number += 1
-        assert number > at_least, f"only {number - 1} suspensions: this tries too little"
+        # Where threads copy, what is over before it is awaited suspends nobody.
+        enough = number > at_least or not isinstance(asyncio.get_running_loop(), SimLoop)
+        assert enough, f"only {number - 1} suspensions: this tries too little"
 
 
 HOW = pytest.mark.parametrize("how", ["waiting", "lost", "scope"])

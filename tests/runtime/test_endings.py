@@ -21,6 +21,7 @@ from serving import (
 )
 
 from phloem import InvalidRequest, OwnershipError, Placement, StaleHandle
+from phloem.cuda_streams.fences import Fence
 from phloem.events import Inserted, LeaseEnded, RequestEnded
 
 PROMPT = run(1, 3 * PAGE + 1)
@@ -275,3 +276,34 @@ async def test_a_request_reads_its_boundary_and_owns_the_rest(inline: bool) -> N
         request.abort()
         await here.until(lambda: not request.resources())
         assert request.resources() == {}
+
+
+class PassesMeanwhile(Fence):
+    """A thread passes it right after the first look at it."""
+
+    @property
+    def passed(self) -> bool:
+        before = super().passed
+        self.mark_passed()
+        return before
+
+
+@pytest.mark.parametrize("what", ["lease", "two fences", "grant", "step"])
+async def test_a_fence_that_passes_while_one_looks_is_heard_of(what: str, inline: bool) -> None:
+    """A lease was never released: its fence was pending when counted, and passed when asked."""
+    async with house(inline=inline) as here:
+        core = here.cache.core
+        if what == "grant":
+            core.release_grant(await here.cache.allocate(pages=2), (PassesMeanwhile(),))
+        elif what == "step":
+            await asyncio.wait_for(core.await_fences((PassesMeanwhile(), PassesMeanwhile())), 60)
+        else:
+            await seed(here, PROMPT[:PAGE])
+            lease = (await here.cache.acquire(PROMPT, owner="low")).inner
+            later = (PassesMeanwhile(), Fence()) if what == "two fences" else (PassesMeanwhile(),)
+            core.release_lease_after(lease, later)
+            core.domain.drain()
+            assert lease.live == (what == "two fences")
+            later[-1].mark_passed()
+        core.domain.drain()
+        assert here.nothing_owned() and not here.cache.stats().kv.parked

@@ -301,6 +301,7 @@ async def test_leaving_in_the_middle_of_everything_leaves_nothing(
             request.abort()
             here.gate.loads_up_to(None)
             await here.settled()
+            await here.until(here.nothing_owned)
             assert here.nothing_owned()
             await here.cache.audit()
 

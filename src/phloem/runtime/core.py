@@ -325,13 +325,13 @@ class Core:
 
     def release_lease_after(self, lease: TreeLease, fences: tuple[Fence, ...]) -> None:
         """End a lease once nothing in flight reads what it protects."""
-        left = sum(not fence.passed for fence in fences) if fences else 0
-        if not left:
+        pending = [fence for fence in fences if not fence.passed] if fences else None
+        if not pending:
             self.release_lease(lease)
             return
         if self.tree.leases.live.get(lease.id) is not lease:
             raise StaleHandle(f"{lease} is not a live lease of this runtime")
-        context = self.domain.caller_context()
+        context, left = self.domain.caller_context(), len(pending)
 
         def one_passed() -> None:
             nonlocal left
@@ -339,9 +339,8 @@ class Core:
             if not left and not self.stopped:
                 self.domain.send(self.tree_actor, m.Release(lease), context)
 
-        for fence in fences:
-            if not fence.passed:
-                fence.add_callback(one_passed)
+        for fence in pending:  # threads may have passed some meanwhile: these call back at once
+            fence.add_callback(one_passed)
 
     def lease_leaked(self, lease: TreeLease) -> None:
         """A handle was collected unreleased; called by the collector, in any thread."""
