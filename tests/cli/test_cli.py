@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -95,6 +97,8 @@ def test_the_quick_demo(
     [
         ["demo", "--model", "nothing"],
         ["demo", "--traces", "/nonexistent"],
+        ["demo", "--quick", "--traces", "/nonexistent"],
+        ["demo", "--quick", "--pages", "2", "--states", "1"],
         ["env", "--json", "/nonexistent/file"],
     ],
 )
@@ -122,6 +126,43 @@ def test_unknown_options_end_with_2() -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["demo", "--fast"])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["simulate", "--seeds", "1", "--requests", "0"],
+        ["simulate", "--seeds", "1", "--jobs", "0"],
+        ["simulate", "--trace", "x", "--workers", "-1"],
+        ["trace", "log", "--run", "0"],
+        ["explain", "log", "--request", "a", "--run", "-1"],
+        ["report", "log", "--run", "one"],
+    ],
+)
+def test_what_is_counted_is_counted_from_one(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command)
+    assert ended.value.code == 2
+    assert re.search(r"is below 1|is not a whole number", capsys.readouterr().err)
+
+
+def test_prompts_that_no_seed_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--seeds", "1", "--prompts", "999"]) == 2
+    assert "seed 1 has prompts 0 to" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_is_no_fault() -> None:
+    """As of `phloem report LOG --text | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run(
+        [sys.executable, "-m", "phloem", "env"],
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, "")
 
 
 def test_a_missing_extra_is_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import threading
@@ -19,9 +20,12 @@ from phloem.runtime.tracing import (
     EventsDropped,
     LogOpened,
     RecentEvents,
+    Style,
     caller_context,
+    ends_torn,
     level_of,
     open_log,
+    read_heads,
     read_log,
     several,
 )
@@ -227,13 +231,61 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists()
 
 
-def test_a_torn_line_is_named(tmp_path: Path) -> None:
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with open_log(path) as log:
         log(OPENED)
-    path.write_bytes(path.read_bytes() + b'{"event":"Fre')
-    with pytest.raises(InvalidRequest, match="line 3 is no event"):
-        list(read_log(path))
+    path.write_bytes(path.read_bytes() + b'{"event":"Fre\n')
+    for read in (read_log, read_heads):
+        with pytest.raises(InvalidRequest, match="line 3 is no event"):
+            list(read(path))
+
+
+@pytest.mark.parametrize("torn", [b'{"event":"Fre', bytes(512)], ids=["cut", "zeros"])
+def test_the_log_of_a_killed_process_is_read_and_goes_on(torn: bytes, tmp_path: Path) -> None:
+    """Its last line has no end: the rest counts, and the next writer begins a line of its own."""
+    path = tmp_path / "log"
+    with open_log(path) as log:
+        log(OPENED)
+    assert not ends_torn(path)
+    path.write_bytes(path.read_bytes() + torn)
+    assert ends_torn(path)
+    assert len(list(read_log(path))) == len(list(read_heads(path))) == 2
+    with open_log(path) as log:
+        log(OPENED)
+    kinds = [type(entry.event).__name__ for entry in read_log(path)]
+    assert kinds == ["LogOpened", "RequestOpened"] * 2
+    assert [head.event for head in read_heads(path)] == kinds
+    packed = tmp_path / "log.1.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert [type(entry.event).__name__ for entry in read_log(packed)] == kinds
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(InvalidRequest, match=r"log.1.gz cannot be unpacked"):
+        list(read_log(packed))
+
+
+def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open_log(path) as log:
+        log(OPENED)
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\n\n \r\n"))
+    assert len(list(read_log(path))) == 2
+
+
+@pytest.mark.parametrize("style", ["json", "logfmt", "console"])
+def test_half_a_character_in_a_name_does_not_end_the_log(style: Style, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    odd = msgspec.structs.replace(OPENED, request="a\ud800", context={"user\udfff": "\udc00"})
+    with open_log(path, style=style, sample=1) as log:
+        log(odd)
+        log(OPENED)
+    assert log.dropped == 0
+    assert path.read_bytes().count(b"\n") == 3
+    if style == "json":
+        _, first, second = read_log(path)
+        assert first.event.request == "a\\ud800" and second.event == OPENED
+    with open_log(path, sample=7) as log:
+        log(odd)  # whether its request is chosen: an answer, not an error
 
 
 def test_every_kind_of_event_has_a_level() -> None:

@@ -286,3 +286,38 @@ def test_a_tail_waits_for_torn_lines(log: Path, tmp_path: Path) -> None:
         file.write(lines[1][7:])
     assert len(tail.read()) == 1
     tail.close()
+
+
+def test_a_tail_reads_on_where_a_log_was_begun_anew(log: Path, tmp_path: Path) -> None:
+    """Renamed by who rotates logs, or cut to nothing in its place."""
+    path = tmp_path / "log"
+    lines = log.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:9]))
+    tail = LogTail(path)
+    assert len(tail.read()) == 9
+    path.rename(tmp_path / "log.1")
+    assert tail.read() == []  # nothing is there yet
+    with (tmp_path / "log.1").open("ab") as file:
+        file.write(lines[9])
+    assert len(tail.read()) == 1  # the old one was still written
+    path.write_bytes(b"".join(lines[:5]))
+    assert len(tail.read()) == 5
+    path.write_bytes(b"".join(lines[:2]))
+    assert len(tail.read()) == 2
+    with path.open("ab") as file:
+        file.write(b"nonsense\n")
+    with pytest.raises(InvalidRequest, match="log, line 3 is no event"):
+        tail.read()
+    tail.close()
+
+
+def test_the_log_of_a_killed_process_is_read(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "torn"
+    path.write_bytes(log.read_bytes()[:-20])
+    for command in (["trace"], ["report", "--text"]):
+        assert main([*command, str(path)]) == 0
+        said = capsys.readouterr()
+        assert said.err == f"phloem: the last line of {path} has no end yet; it is left out\n"
+        assert said.out

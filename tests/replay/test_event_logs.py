@@ -209,7 +209,10 @@ async def test_the_command_reads_it(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_line_that_is_no_event_is_named(tmp_path: Path) -> None:
     log = tmp_path / "torn.jsonl"
-    log.write_text('{"event":"LogOpened","time":1.0,"level":"info","schema":2,"lea')
+    torn = '{"event":"LogOpened","time":1.0,"level":"info","schema":2,"lea'
+    log.write_text(torn)  # it is still being written
+    assert list(read_trace(log)) == []
+    log.write_text(f"{torn}\n")
     with pytest.raises(InvalidRequest, match=r"torn.jsonl, line 1 is no event"):
         list(read_trace(log))
 

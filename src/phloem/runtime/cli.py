@@ -1,7 +1,7 @@
 """The command line, also as `python -m phloem`.
 
 Exit status: 0 when all is well, 1 when the demo found a fault, 2 for a call that is wrong or an
-extra that is not installed, 130 when interrupted.
+extra that is not installed, 130 when interrupted, 141 when nobody reads the output to its end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from phloem.errors import InvalidRequest
+from phloem.errors import InvalidRequest, NoRoom
 from phloem.runtime.environment import Environment, look, version_of
 
 __all__ = ["main"]
 
-_OK, _FAULT, _MISUSE, _INTERRUPTED = 0, 1, 2, 130
+_OK, _FAULT, _MISUSE, _INTERRUPTED, _UNREAD = 0, 1, 2, 130, 141
 _STDOUT = Path("-")
 
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -59,10 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in _COMMANDS:
             module, _, function = _COMMANDS[arguments[0]][0].partition(":")
             run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
-            return run(arguments[1:])
+            return _written(run(arguments[1:]))
         options = _parser().parse_args(arguments)
-        return _demo(options) if options.command == "demo" else _env(options.json)
-    except (InvalidRequest, OSError) as error:
+        return _written(_demo(options) if options.command == "demo" else _env(options.json))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        return _UNREAD
+    except (InvalidRequest, NoRoom, OSError) as error:
         print(f"phloem: {error}", file=sys.stderr)
         return _MISUSE
     except KeyboardInterrupt:
@@ -184,6 +187,12 @@ def _env(json: Path | None) -> int:
     if json != _STDOUT:
         print(_readable(environment))
     return _OK
+
+
+def _written(status: int) -> int:
+    """After what was printed has gone out, as far as anybody reads it."""
+    sys.stdout.flush()
+    return status
 
 
 def _write_json(value: object, path: Path) -> None:

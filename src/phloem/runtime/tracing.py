@@ -11,23 +11,24 @@ and told in the log itself. Without a sink (`events=None`) the runtime builds no
 
 from __future__ import annotations
 
-import datetime
 import logging
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from gzip import BadGzipFile, GzipFile
+from os import SEEK_END
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeAlias, TypeVar, get_args
-from zlib import crc32
+from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 import msgspec
 import structlog
-from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from phloem import events as ev
 from phloem.errors import InvalidRequest
+from phloem.runtime.rendering import Lines, Style, bound_logger
 
 __all__ = [
     "Entry",
@@ -36,10 +37,12 @@ __all__ = [
     "EventsDropped",
     "Head",
     "Level",
+    "LineReader",
     "LogOpened",
     "RecentEvents",
     "Style",
     "caller_context",
+    "ends_torn",
     "level_of",
     "open_log",
     "read_heads",
@@ -49,11 +52,12 @@ __all__ = [
 
 T = TypeVar("T")
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
-Style: TypeAlias = Literal["json", "logfmt", "console"]
 
 _GATHER_S = 0.05  # the writer lets so much time pass to write many lines at once
 _LINES_A_WRITE = 256
 _CAPACITY = 65_536
+_FIRST_LINE = b'{"event":"LogOpened"'
+_PACKED = b"\x1f\x8b"  # what a gzipped file begins with
 
 
 class LogOpened(ev.Event, frozen=True, gc=False, kw_only=True):
@@ -135,23 +139,6 @@ class ByteStream(Protocol):
     def flush(self) -> object: ...
 
 
-class _Lines:
-    """The logger that structlog wraps: gathers rendered lines until they are written together."""
-
-    def __init__(self) -> None:
-        self.lines: list[bytes] = []
-
-    def msg(self, line: bytes | str) -> None:
-        self.lines.append(line if isinstance(line, bytes) else line.encode())
-
-    debug = info = warning = error = msg
-
-    def take(self) -> bytes:
-        text = b"\n".join([*self.lines, b""]) if self.lines else b""
-        self.lines.clear()
-        return text
-
-
 class EventLog:
     """A sink that writes events in a thread of its own; made by `open_log`.
 
@@ -179,8 +166,8 @@ class EventLog:
         self._out = out
         self._close_out = close_out
         self._queue: deque[tuple[float, ev.Event]] = deque()
-        self._lines = _Lines()
-        self._logger = _bound_logger(self._lines, self._least, style, fields)
+        self._lines = Lines()
+        self._logger = bound_logger(self._lines, self._least, style, fields)
         self._refused = 0  # by the caller's thread: the queue was full
         self._unencoded = 0  # by the writer's thread: no line can hold them
         self._missing_told = 0
@@ -205,7 +192,11 @@ class EventLog:
             return
         if self._kinds is not None and type(event) not in self._kinds:
             return
-        if self._sample > 1 and event.request and crc32(event.request.encode()) % self._sample:
+        if (
+            self._sample > 1
+            and event.request
+            and zlib.crc32(_bytes_of(event.request)) % self._sample
+        ):
             return
         if len(self._queue) >= self._capacity or self._closing.is_set():
             self._refused += 1
@@ -335,70 +326,23 @@ def open_log(
     )
 
 
+def _bytes_of(name: str) -> bytes:
+    return name.encode(errors="backslashreplace")
+
+
 def _opened(target: str | Path | ByteStream) -> tuple[ByteStream, Callable[[], None] | None]:
     if not isinstance(target, str | Path):
         return target, None
     file = Path(target).open("ab")  # noqa: SIM115  the log closes it
+    if ends_torn(target):
+        file.write(b"\n")  # so that what its last writer did not end spoils no line of ours
     return file, file.close
-
-
-# -- rendering, by structlog's processors -------------------------------------------------------
 
 
 def _number_of(level: Level) -> int:
     if level not in get_args(Level):
         raise InvalidRequest(f"level is {level!r}; there are {', '.join(get_args(Level))}")
     return logging.getLevelNamesMapping()[level.upper()]
-
-
-def _bound_logger(
-    lines: _Lines, least: int, style: Style, fields: Mapping[str, str]
-) -> FilteringBoundLogger:
-    """Bound once, since binding costs as much as writing an event."""
-    render: list[Processor] = [structlog.processors.JSONRenderer(serializer=_encode)]
-    if style == "logfmt":
-        render = [_flat, structlog.processors.LogfmtRenderer(bool_as_flag=False)]
-    elif style == "console":
-        render = [_readable_time, structlog.dev.ConsoleRenderer(colors=False, sort_keys=False)]
-    logger: FilteringBoundLogger = structlog.wrap_logger(
-        lines,
-        processors=[structlog.processors.add_log_level, _in_order, *render],
-        wrapper_class=structlog.make_filtering_bound_logger(least),
-    ).bind(**fields)
-    return logger
-
-
-def _in_order(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
-    """What and when first; ids that the event does not have are left out."""
-    del logger, method
-    for name in ("turn", "cause", "request", "context"):
-        if not entry[name]:
-            del entry[name]
-    first = {name: entry.pop(name) for name in ("event", "time", "level")}
-    return {**first, **entry}
-
-
-def _encode(entry: object, **options: object) -> bytes:
-    del options  # the renderer passes the standard library's
-    return msgspec.json.encode(entry)
-
-
-def _flat(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
-    """What is no word or number is written as JSON, without spaces."""
-    del logger, method
-    return {
-        name: value
-        if isinstance(value, str | int | float | None)
-        else msgspec.json.encode(value).decode()
-        for name, value in entry.items()
-    }
-
-
-def _readable_time(logger: WrappedLogger, method: str, entry: EventDict) -> EventDict:
-    del logger, method
-    moment = datetime.datetime.fromtimestamp(entry.pop("time"), datetime.UTC)
-    entry["timestamp"] = moment.isoformat(timespec="milliseconds")
-    return entry
 
 
 # -- reading back -------------------------------------------------------------------------------
@@ -447,11 +391,13 @@ class EntryDecoder:
 
 
 def read_log(path: str | Path) -> Iterator[Entry]:
-    """The events of a log in `json` style, in order.
+    """The events of a log in `json` style, plain or gzipped, in order.
 
-    A log without a `LogOpened` is of schema 1, whose events have fewer fields. Raises
-    `InvalidRequest` naming the first line that cannot be read: of a later schema, or torn by the
-    end of a process.
+    A log without a `LogOpened` is of schema 1, whose events have fewer fields. Passed over are
+    blank lines and a line that its writer did not end: the last one, if nothing ends it (it is
+    still being written, or its process was killed, or the disk was full), and one before a
+    `LogOpened`, where another process went on. Raises `InvalidRequest` naming any other line that
+    cannot be read, as those of a later schema.
     """
     yield from _each_line(path, EntryDecoder().decode)
 
@@ -469,14 +415,60 @@ def read_heads(path: str | Path) -> Iterator[Head]:
     yield from _each_line(path, head)
 
 
+def ends_torn(path: str | Path) -> bool:
+    """The last line of a plain file lacks its end. False where that cannot be seen."""
+    if not Path(path).is_file():
+        return False
+    try:
+        with Path(path).open("rb") as file:
+            if file.peek(2)[:2] == _PACKED or not file.seek(0, SEEK_END):
+                return False
+            file.seek(-1, SEEK_END)
+            return file.read() != b"\n"
+    except OSError:
+        return False
+
+
+class LineReader(Generic[T]):
+    """Decodes the lines of a log one by one, and knows which it may pass over (see `read_log`)."""
+
+    def __init__(self, path: str | Path, decode: Callable[[bytes], T]) -> None:
+        self._path, self._decode = path, decode
+        self._number = 0
+        self._bad: InvalidRequest | None = None
+
+    def take(self, line: bytes) -> T | None:
+        """The next line decoded, or None. Raises for the line before, if it had to be readable."""
+        self._number += 1
+        if self._bad is not None and not line.startswith(_FIRST_LINE):
+            raise self._bad
+        self._bad = None
+        try:
+            return self._decode(line)
+        except InvalidRequest as error:
+            if line and not line.isspace():
+                where = f"{self._path}, line {self._number}"
+                self._bad = InvalidRequest(f"{where} is no event: {error}")
+            return None
+
+    def end(self, last: bytes) -> None:
+        """There is no more. Raises if the last line had an end and could not be read."""
+        if self._bad is not None and last.endswith(b"\n"):
+            raise self._bad
+
+
 def _each_line(path: str | Path, decode: Callable[[bytes], T]) -> Iterator[T]:
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                decoded = decode(line)
-            except InvalidRequest as error:
-                raise InvalidRequest(f"{path}, line {number} is no event: {error}") from error
-            yield decoded
+    reader, line = LineReader(path, decode), b""
+    take = reader.take
+    with Path(path).open("rb") as file:
+        packed = file.peek(2)[:2] == _PACKED
+        try:
+            for line in GzipFile(fileobj=file) if packed else file:
+                if (decoded := take(line)) is not None:
+                    yield decoded
+        except (EOFError, BadGzipFile, zlib.error) as error:
+            raise InvalidRequest(f"{path} cannot be unpacked: {error}") from error
+    reader.end(line)
 
 
 # -- other sinks --------------------------------------------------------------------------------

@@ -54,13 +54,13 @@ class Options:
 
 def workloads(options: Options) -> list[Workload]:
     """What is served. Raises `InvalidRequest` for a folder without traces or with broken ones."""
+    more = [] if options.traces is None else trace_files(options.traces)
     if options.quick:
         return [
             conversation_tree(sessions=2, turns=2, system=256, spoken=48, max_new=3),
             trace_sessions(requests=2, prompt_max=1400, max_new=2),
             simultaneous(requests=4, shared=128, own=64, max_new=3),
         ]
-    more = [] if options.traces is None else trace_files(options.traces)
     return [
         conversation_tree(),
         trace_sessions(),

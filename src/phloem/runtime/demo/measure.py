@@ -16,6 +16,7 @@ from phloem.actors.tree.core import WritePolicy
 from phloem.cuda_streams.fences import LoopPoster
 from phloem.cuda_streams.pools import DevicePools
 from phloem.cuda_streams.workers import ThreadWorker
+from phloem.errors import NoRoom
 from phloem.runtime.cache import CacheRuntime, PoolStats
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.demo.faults import LoadFaults
@@ -219,9 +220,14 @@ async def _serve(
 
     async with loop_lag(clock) as lags, server:
         begun = clock()
-        async with asyncio.TaskGroup() as group:
-            for turn in workload.turns:
-                group.create_task(serve(turn))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for turn in workload.turns:
+                    group.create_task(serve(turn))
+        except BaseExceptionGroup as group:
+            if isinstance(refused := group.exceptions[0], NoRoom):
+                raise refused from None  # the pools asked for are too small for a prompt
+            raise
         total_s = clock() - begun
     first = [one.first_token_s for one in outputs.values()]
     return outputs, Served(

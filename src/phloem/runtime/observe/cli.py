@@ -11,13 +11,14 @@ from pathlib import Path
 import msgspec
 
 from phloem.errors import InvalidRequest
+from phloem.runtime.arguments import from_one
 from phloem.runtime.observe.explain import explain_request, readable
 from phloem.runtime.observe.history import entries_until, replay
 from phloem.runtime.observe.report import report as report_page
 from phloem.runtime.observe.state import CacheState
 from phloem.runtime.observe.summary import summary
 from phloem.runtime.observe.timeline import timeline
-from phloem.runtime.tracing import read_log
+from phloem.runtime.tracing import ends_torn, read_log
 
 __all__ = ["explain", "report", "top", "trace"]
 
@@ -37,10 +38,13 @@ def trace(arguments: Sequence[str]) -> int:
         metavar="TIME",
         help="seconds since the log began (+2.5) or the epoch, or an ISO time; default: the end",
     )
-    parser.add_argument("--run", type=int, metavar="N", help="of several in the log; default: last")
+    parser.add_argument(
+        "--run", type=from_one, metavar="N", help="of several in the log; default: last"
+    )
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the timeline there")
     _add_json(parser)
     options = parser.parse_args(arguments)
+    _tell_torn(options.log)
     until = None if options.at is None else _time(options.at, options.log)
     if options.perfetto is not None:
         _write_pieces(options.perfetto, timeline(entries_until(options.log, until)))
@@ -61,9 +65,12 @@ def explain(arguments: Sequence[str]) -> int:
         "a hit, and what became of the request.",
     )
     parser.add_argument("--request", required=True, metavar="ID", help="its name in the log")
-    parser.add_argument("--run", type=int, metavar="N", help="of several in the log; default: last")
+    parser.add_argument(
+        "--run", type=from_one, metavar="N", help="of several in the log; default: last"
+    )
     _add_json(parser)
     options = parser.parse_args(arguments)
+    _tell_torn(options.log)
     explanation = explain_request(options.log, options.request, options.run)
     if options.json is not None:
         text = msgspec.json.format(msgspec.json.encode(explanation), indent=2) + b"\n"
@@ -80,9 +87,12 @@ def report(arguments: Sequence[str]) -> int:
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
         help="default: %(default)s",
     )  # fmt: skip
-    parser.add_argument("--run", type=int, metavar="N", help="of several in the log; default: all")
+    parser.add_argument(
+        "--run", type=from_one, metavar="N", help="of several in the log; default: all"
+    )
     parser.add_argument("--text", action="store_true", help="print the main figures, no page")
     options = parser.parse_args(arguments)
+    _tell_torn(options.log)
     if options.text:
         print(summary(options.log, options.run))
         return _OK
@@ -118,6 +128,11 @@ def _parser(
     parser = argparse.ArgumentParser(prog=f"phloem {command}", description=description)
     parser.add_argument("log", type=Path, metavar="LOG", help=log)
     return parser
+
+
+def _tell_torn(log: Path) -> None:
+    if ends_torn(log):
+        print(f"phloem: the last line of {log} has no end yet; it is left out", file=sys.stderr)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

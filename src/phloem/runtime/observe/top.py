@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from phloem.errors import InvalidRequest
 from phloem.runtime.observe.figures import Figures
 from phloem.runtime.observe.live import KEPT, LiveView
 from phloem.runtime.observe.snapshot import Snapshot, snapshot
-from phloem.runtime.tracing import Entry, EntryDecoder
+from phloem.runtime.tracing import Entry, EntryDecoder, LineReader
 
 __all__ = ["LogTail", "picture", "watch"]
 
@@ -25,11 +26,19 @@ _READ_BYTES = 1 << 20
 
 
 class LogTail:
-    """Reads what has been appended to a log since it was looked at last."""
+    """Reads what has been appended to a log since it was looked at last.
+
+    A log that was renamed, with a new one in its place, or that was cut to nothing is read on from
+    the beginning of what is there now.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("rb")  # noqa: SIM115  closed by `close`
-        self._decoder = EntryDecoder()
+        self._path = Path(path)
+        self._open()
+
+    def _open(self) -> None:
+        self._file = self._path.open("rb")  # closed by `close`
+        self._reader = LineReader(self._path, EntryDecoder().decode)
         self._rest = b""
 
     def read(self) -> list[Entry]:
@@ -37,9 +46,25 @@ class LogTail:
 
         Raises `InvalidRequest` for a line that is no event.
         """
-        text = self._rest + self._file.read(_READ_BYTES)
-        *lines, self._rest = text.split(b"\n")
-        return [self._decoder.decode(line) for line in lines if line]
+        new = self._file.read(_READ_BYTES)
+        if not new and self._replaced():
+            self._file.close()
+            self._open()
+            new = self._file.read(_READ_BYTES)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        entries = [entry for line in lines if (entry := self._reader.take(line)) is not None]
+        if len(new) < _READ_BYTES and not self._rest:
+            self._reader.end(b"\n")
+        return entries
+
+    def _replaced(self) -> bool:
+        """There is another file at the path, or a shorter one."""
+        try:
+            there = self._path.stat()
+        except OSError:
+            return False  # not yet: the old one may still be written
+        here = os.fstat(self._file.fileno())
+        return not os.path.samestat(there, here) or here.st_size < self._file.tell()
 
     def close(self) -> None:
         """Close the file."""
@@ -58,7 +83,7 @@ def watch(
 
     Raises `InvalidRequest` for a bad interval.
     """
-    if every_s <= 0:
+    if not every_s > 0:
         raise InvalidRequest(f"every {every_s} seconds; the interval is above 0")
     console = console or Console()
     source = LiveView(path) if Path(path).is_socket() else _FollowedLog(path)

@@ -47,6 +47,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             options.decisions.write_bytes(b"".join(_decisions(report)))
         if options.json is not None:
             _write_json(report, options.json)
+    except BrokenPipeError:
+        raise
     except (InvalidRequest, OSError) as error:
         print(f"phloem replay: {error}", file=sys.stderr)
         return _MISUSE

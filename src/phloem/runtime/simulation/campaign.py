@@ -143,7 +143,10 @@ def plan_for(seed: int, fixed: Fixed | None = None) -> Plan:
         uses = tuple(name for name in uses if name in fixed.uses)
     limits, config = with_uses(seed, uses, limits, config)
     if fixed.prompts is not None:
-        prompts = [prompts[number] for number in fixed.prompts if number < len(prompts)]
+        chosen = [number for number in fixed.prompts if 0 <= number < len(prompts)]
+        if fixed.prompts and not chosen:
+            raise InvalidRequest(f"seed {seed} has prompts 0 to {len(prompts) - 1} only")
+        prompts = [prompts[number] for number in chosen]
     return Plan(
         seed=seed,
         policy=fixed.policy or policy,

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from phloem.errors import InvalidRequest
+from phloem.runtime.arguments import from_one
 from phloem.runtime.processes import in_processes
 from phloem.runtime.simulation.campaign import HOSTS, Fixed, command, plan_for, run_plan, shorten
 from phloem.runtime.simulation.faults import FAULTS
@@ -50,6 +51,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         if options.demo:
             return _demo(options)
         return _campaign(options)
+    except BrokenPipeError:
+        raise
     except (InvalidRequest, OSError) as error:
         print(f"phloem simulate: {error}", file=sys.stderr)
         return 2
@@ -77,16 +80,22 @@ def _parser() -> argparse.ArgumentParser:
         help=f"with commas: only these may be made use of; none, all, or of: {', '.join(USES)}",
     )
     add("--host", choices=HOSTS, help="no host tier, or how it is written")
-    add("--requests", type=int, metavar="N", help="requests of a workload")
+    add("--requests", type=from_one, metavar="N", help="requests of a workload")
     add("--prompts", metavar="NUMBERS", help="with commas: only these requests of a workload")
     add("--scramble", type=int, metavar="STEP", help="from this step on, keep asyncio's order")
     add("--minimize", action="store_true", help="shorten the first failure")
     add("--keep-going", action="store_true", help="do not stop at the first failure")
-    add("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    add("--jobs", type=from_one, default=1, metavar="N", help="processes (default: 1)")
     add("--trace", type=Path, metavar="FILE", help="serve a whole trace on pools of real size")
     add("--demo", action="store_true", help="the demo's conversations, as by users who read")
-    add("--limit", type=int, metavar="N", help="with --trace: the first N requests")
-    add("--workers", type=int, default=4, metavar="N", help="with --trace: workers' worth of pool")
+    add("--limit", type=from_one, metavar="N", help="with --trace: the first N requests")
+    add(
+        "--workers",
+        type=from_one,
+        default=4,
+        metavar="N",
+        help="with --trace: workers' worth of pool",
+    )
     add("--json", nargs="?", const="-", metavar="FILE", help="write the result as JSON")
     return parser
 

@@ -17,8 +17,8 @@ from phloem.events import (
     RequestSuspended,
     RuntimeStarted,
 )
-from phloem.runtime.traces.request import TraceRequest, lines_of
-from phloem.runtime.tracing import EntryDecoder
+from phloem.runtime.traces.request import TraceRequest
+from phloem.runtime.tracing import read_log
 
 __all__ = ["read_event_log"]
 
@@ -42,16 +42,11 @@ def read_event_log(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]
     open. Raises `InvalidRequest` for a line that is no event, and for a request's end that does not
     tell its prompt.
     """
-    decoder = EntryDecoder()
     waiting: dict[int, _Request] = {}  # in the order in which they were opened
     live: dict[str, int] = {}
     numbers: dict[int, int] = {}
     opened, start = 0, None
-    for number, line in lines_of(path):
-        try:
-            entry = decoder.decode(line.encode())
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{path.name}, line {number} is no event: {error}") from error
+    for entry in read_log(path):
         event = entry.event
         if isinstance(event, RequestOpened | RequestForked):
             if event.request in live:  # it was suspended, and goes on
@@ -77,9 +72,8 @@ def read_event_log(path: Path, *, empty: bool = False) -> Iterator[TraceRequest]
         elif isinstance(event, RequestEnded):
             if not event.page_size:
                 raise InvalidRequest(
-                    f"{path.name}, line {number}: request {event.request!r} ended without telling "
-                    "its prompt; the log of a runtime with CacheConfig(tell_prompts=True) can be "
-                    "replayed"
+                    f"{path.name}: request {event.request!r} ended without telling its prompt; the "
+                    "log of a runtime with CacheConfig(tell_prompts=True) can be replayed"
                 )
             at = live.pop(event.request, None)
             if at is not None and event.how == "finished":

@@ -37,6 +37,7 @@ __all__ = [
 
 _ID_MAX = 2**31
 _POISSON_MAX = 500.0
+_LENGTH_MAX = 2**26  # tokens of a prompt of which only the length is known
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -356,6 +357,10 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
             length, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         except (KeyError, ValueError) as error:
             raise InvalidRequest(f"{path.name}, line {number}: {error!r}") from error
+        if length > _LENGTH_MAX:
+            raise InvalidRequest(
+                f"{path.name}, line {number}: a prompt of {length} tokens; {_LENGTH_MAX} at most"
+            )
         start = start or at
         if length < 1:
             continue
