@@ -131,7 +131,6 @@ def test_unknown_options_end_with_2() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["simulate", "--seeds", "1", "--requests", "0"],
         ["simulate", "--seeds", "1", "--jobs", "0"],
         ["simulate", "--trace", "x", "--workers", "-1"],
         ["trace", "log", "--run", "0"],

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"with commas: only these may be made use of; none, all, or of: {', '.join(USES)}",
     )
     add("--host", choices=HOSTS, help="no host tier, or how it is written")
-    add("--requests", type=from_one, metavar="N", help="requests of a workload")
+    add("--requests", type=int, metavar="N", help="requests of a workload")
     add("--prompts", metavar="NUMBERS", help="with commas: only these requests of a workload")
     add("--scramble", type=int, metavar="STEP", help="from this step on, keep asyncio's order")
     add("--minimize", action="store_true", help="shorten the first failure")
