@@ -332,6 +332,26 @@ async def test_f104_f105_a_waiter_who_leaves_lets_the_next_one_go_on(inline: boo
             await big
 
 
+async def test_those_who_left_behind_one_who_waits_are_not_in_the_line(inline: bool) -> None:
+    """Nobody knows how long he waits, nor how many come and leave meanwhile."""
+    async with house(inline=inline, pages=8, layout=ATTENTION) as here:
+        held = await here.cache.allocate(pages=6, owner="holder")
+        waits = started(here.cache.allocate(pages=8, owner="waits"))
+        await rounds(3)
+        for number in range(20):
+            leaves = started(here.cache.allocate(pages=1, owner=f"leaves {number}"))
+            await rounds(3)
+            leaves.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaves
+        assert here.cache.stats().waiting == here.cache.core.ledger.waiting == 1
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert here.cache.stats().waiting == here.cache.core.ledger.waiting == 0
+        here.cache.release(held)
+
+
 async def test_f104_room_handed_to_one_who_has_just_left_goes_to_the_next(inline: bool) -> None:
     async with house(inline=inline, pages=10) as here:
         cache = here.cache

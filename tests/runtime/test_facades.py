@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from math import inf
 
@@ -204,6 +206,23 @@ def test_closed_facades_refuse() -> None:
     blocking = asyncio.run(there())
     with pytest.raises(RuntimeClosed):
         blocking.match(PREFIX)
+
+
+async def test_a_closed_runtime_lets_go_of_its_pools() -> None:
+    """Also where the loop has a timer for a copy that might have taken too long."""
+    cache = await CacheRuntime(CONFIG).open()
+    async with cache.request(PREFIX) as request:
+        await request.allocate(len(PREFIX))
+        await request.ready()
+    await cache.close()
+    pools = weakref.ref(cache.pools.kv_rows)
+    del cache, request
+    for _ in range(100):  # until the loop has let go of what it called last
+        gc.collect()
+        if pools() is None:
+            break
+        await asyncio.sleep(0.001)
+    assert pools() is None
 
 
 def _must(happened: bool) -> None:

@@ -55,6 +55,19 @@ class TestFence:
             fence.mark_passed()
         assert heard == ["recorded", "recorded too", "hook", "hook too", "callback", "callback too"]
 
+    async def test_who_is_cancelled_while_he_waits_leaves_nothing(self) -> None:
+        fence = Fence()
+        waiting = [asyncio.ensure_future(fence.reached()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for number, one in enumerate(waiting[:2]):
+            assert len(fence._callbacks) == 3 - number
+            one.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await one
+        fence.mark_passed()
+        await waiting[2]
+        assert not fence._callbacks
+
     def test_settled(self) -> None:
         fence, heard = Fence.settled(), list[str]()
         fence.add_callback(lambda: heard.append("callback"))

@@ -310,6 +310,8 @@ class AllocatorActor:
     def _left(self, waiter: Waiter) -> None:
         """A waiter has left, cancelled or out of time, which may let the next one go on."""
         self._tell_refused(waiter, "left")
+        self._line.leave(waiter)
+        self._ledger.waiting = len(self._line)
         if self._domain.stopped is None:
             self._domain.send(self, Retry())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from phloem.actors.actions import BackupToHost, ClearState, CopyState, LoadToDevice, Places
 from phloem.actors.domain import LATER, Actor, Domain, Handlers
@@ -33,7 +33,7 @@ from phloem.cuda_streams.rows import RowPool
 from phloem.errors import EngineDead, RuntimeClosed
 from phloem.events import Context, CopyEnded, CopySubmitted, Sink
 
-__all__ = ["TransferActor", "Watchdog"]
+__all__ = ["Timer", "TransferActor", "Watchdog"]
 
 
 _BULK = 1  # the priority of backups: loads that a request waits for go first ...
@@ -52,6 +52,12 @@ class _Copy(NamedTuple):
     context: Context
 
 
+class Timer(Protocol):
+    """What has a function called later, until that is cancelled."""
+
+    def cancel(self) -> None: ...
+
+
 class Watchdog(NamedTuple):
     """How long a copy may take once it can begin, and by which clock, in seconds.
 
@@ -60,7 +66,7 @@ class Watchdog(NamedTuple):
 
     timeout_s: float
     seconds: Callable[[], float]
-    call_later: Callable[[float, Callable[[], None]], object] | None = None
+    call_later: Callable[[float, Callable[[], None]], Timer] | None = None
 
 
 class TransferActor:
@@ -90,7 +96,7 @@ class TransferActor:
         self._writers: dict[int, tuple[Fence, ...]] = {}  # by state slot
         # When each of the copies takes too long, the first one first.
         self._deadlines: deque[tuple[float, int]] = deque()
-        self._armed = False
+        self._timer: Timer | None = None  # for the first of them
         self._by_layer: list[tuple[int, RowPool]] | None = None
         self._loaded = loaded
         self._writing: list[Fence] = []  # steps that may still write what was published
@@ -368,13 +374,18 @@ class TransferActor:
         self._arm(dog, dog.timeout_s)
 
     def _arm(self, dog: Watchdog, seconds: float) -> None:
-        if dog.call_later is not None and not self._armed:
-            self._armed = True
-            dog.call_later(seconds, self._fire)
+        if dog.call_later is not None and self._timer is None:
+            self._timer = dog.call_later(seconds, self._fire)
 
     def _fire(self) -> None:
-        self._armed = False
+        self._timer = None
         self.look_at_clock()
+
+    def stop_watching(self) -> None:
+        """The runtime is closed: a timer would keep it, and its pools, until it fires."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def look_at_clock(self) -> None:
         """Tell the tree of copies that take too long, once each."""

@@ -135,8 +135,18 @@ class Fence:
     async def reached(self) -> None:
         """Wait on the loop until passed. A cancelled caller leaves nothing behind."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.add_callback(lambda: None if future.done() else future.set_result(None))
-        await future
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self.add_callback(wake)
+        try:
+            await future
+        finally:
+            with self._lock:
+                if wake in self._callbacks:  # its caller was cancelled
+                    self._callbacks.remove(wake)
 
     def add_hook(self, fn: Callable[[], None]) -> None:
         """Have `fn()` called exactly once in the thread that passes the fence.

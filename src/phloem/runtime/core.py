@@ -16,7 +16,7 @@ from phloem.actors.domain import Domain
 from phloem.actors.frames import SharedLedger
 from phloem.actors.host_allocator import HostAllocatorActor
 from phloem.actors.ledger import Ledger
-from phloem.actors.transfer import TransferActor, Watchdog
+from phloem.actors.transfer import Timer, TransferActor, Watchdog
 from phloem.actors.tree.actor import TreeActor
 from phloem.actors.tree.journal import JournaledTree
 from phloem.actors.tree.leases import Lease as TreeLease
@@ -59,7 +59,7 @@ class Core:
         caller_context: Callable[[], Context] | None = None,
         seconds: Callable[[], float] = lambda: 0.0,
         host: HostPools | None = None,
-        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
     ) -> None:
         self.config = config
         self._seconds = seconds

@@ -174,6 +174,7 @@ class OpenRuntime:
         core, engine = self._core, self._engine
         assert core is not None and engine is not None
         core.domain.stop(RuntimeClosed("the runtime is closed"))
+        core.transfer.stop_watching()
 
         def stop(pools: DevicePools = self.pools) -> None:
             engine.close()
