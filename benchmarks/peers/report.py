@@ -10,6 +10,8 @@ __all__ = ["TARGETS", "ratios", "table", "targets"]
 
 Row = dict[str, Any]
 _OURS = "phloem_nowait"
+# Where a peer has one pool for tokens and states, so has what is compared with it in hit rates.
+_LIKE = {"vllm_hybrid": "phloem_one_memory"}
 
 
 class Target(NamedTuple):
@@ -84,8 +86,8 @@ def table(rows: list[Row]) -> str:
             size = f", {row['nodes']:,} nodes" if row["size"] else ""
             lines.append(f"\n{row['workload']} page {row['page']}{size} (µs, p50)")
             heads = "".join(f"{name.split('.')[-1]:>11}" for name in columns)
-            lines.append(f"  {'':16}{heads}{'p99 req':>11}{'hit rate':>10}")
-        lines.append(f"  {row['adapter']:16}{_cells(row, columns)}{_tail(row)}")
+            lines.append(f"  {'':18}{heads}{'p99 req':>11}{'hit rate':>10}")
+        lines.append(f"  {row['adapter']:18}{_cells(row, columns)}{_tail(row)}")
     return "\n".join(lines)
 
 
@@ -145,11 +147,12 @@ def _hit_rates(rows: list[Row]) -> Iterable[str]:
     by_job = {
         (row["adapter"], *_job(row)): float(row["hit_rate"]) for row in rows if "hit_rate" in row
     }
-    for peer in sorted({key[0] for key in by_job} - {_OURS}):
+    for peer in sorted({key[0] for key in by_job} - {_OURS, *_LIKE.values()}):
+        ours = _LIKE.get(peer, _OURS)
         more = {
-            f"{key[1]}:{key[2] or key[3]}": by_job[(_OURS, *key[1:])] - rate
+            f"{key[1]}:{key[2] or key[3]}": by_job[(ours, *key[1:])] - rate
             for key, rate in by_job.items()
-            if key[0] == peer and (_OURS, *key[1:]) in by_job
+            if key[0] == peer and (ours, *key[1:]) in by_job
         }
         if more:
             below = " ".join(f"{job} {gain:+.3f}" for job, gain in more.items() if gain < -0.0005)

@@ -54,6 +54,7 @@ _VLLM = Environment(
 # Adapter -> the environment it runs in; None: the one that runs this.
 PEERS: dict[str, Environment | None] = {
     "phloem_nowait": None,
+    "phloem_one_memory": None,
     "sglang_rust": _SGLANG,
     "sglang_python": _SGLANG,
     "vllm_hybrid": _VLLM,

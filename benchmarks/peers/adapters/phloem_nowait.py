@@ -33,8 +33,14 @@ class Adapter(Protocol):
 
     def __init__(self, page_size: int, tokens: int, states: int, longest: int) -> None:
         super().__init__(page_size, tokens, states, longest)
-        # The state at a request's end is kept at any page, as the peers keep theirs.
-        config = CacheConfig(
+        self._cache = CacheRuntime(self.config(page_size, tokens, states))
+        self._grant: Grant | None = None
+        self._checked = False
+
+    @classmethod
+    def config(cls, page_size: int, tokens: int, states: int) -> CacheConfig:
+        """The state at a request's end is kept at any page, as the peers keep theirs."""
+        return CacheConfig(
             layout=_LAYOUT,
             page_size=page_size,
             state_chunk=1,
@@ -42,9 +48,6 @@ class Adapter(Protocol):
             device_states=states,
             eviction="lru",  # the peers', too
         )
-        self._cache = CacheRuntime(config)
-        self._grant: Grant | None = None
-        self._checked = False
 
     async def open(self) -> None:
         await self._cache.open()

@@ -105,8 +105,22 @@ class FramePool(Pool):
     def take(self, count: int, account: int) -> tuple[Ids, None]:
         """Grant `count` places, of which there must be so many in own and blank frames."""
         assert 0 <= count <= self.room
-        while self.free < count:
-            self._take_in(self._frames.claim(self._kind, highest=self._highest) - self._home)
+        ids = self._take_open(min(count, self.free))
+        while (missing := count - len(ids)) > 0:
+            number = self._frames.claim(self._kind, highest=self._highest) - self._home
+            if missing < self.places:
+                self._take_in(number)
+                ids += self._take_open(missing)
+            else:
+                first = number * self.places
+                ids.extend(range(first, first + self.places))
+        self._write(ids, account, self._indices(ids))
+        self.granted += count
+        return ids, None
+
+    def _take_open(self, count: int) -> Ids:
+        """The next `count` free places of the pool's own frames, which have so many."""
+        self.free -= count
         ids: Ids = array("i")
         while (missing := count - len(ids)) > 0:
             number = self._open.rfind(1) if self._highest else self._open.find(1)
@@ -117,10 +131,7 @@ class FramePool(Pool):
             ids.extend(run)
             if not vacant:
                 self._open[number] = 0
-        self._write(ids, account, self._indices(ids))
-        self.free -= count
-        self.granted += count
-        return ids, None
+        return ids
 
     def take_one(self, account: int) -> int:
         """`take` for a single place."""
@@ -136,8 +147,12 @@ class FramePool(Pool):
     def _put_back(self, run: Ids) -> None:
         """Free places of one frame; the frame is blank when they were its last."""
         number = run[0] // self.places
+        is_closed = number + self._home == self._frames.closed
+        if len(run) == self.places and number and not is_closed:
+            self._frames.release(number + self._home)
+            return
         self._vacant[number].extend(run)
-        if number + self._home != self._frames.closed:
+        if not is_closed:
             self.free += len(run)
             self._open[number] = 1
             self._release_if_empty(number)
