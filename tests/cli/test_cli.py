@@ -20,11 +20,12 @@ from phloem import events
 from phloem.cuda_streams.pools import DevicePools
 from phloem.runtime import cli
 from phloem.runtime.demo import main as demo
-from phloem.runtime.demo.measure import Comparison, compare, loop_lag, percentile
+from phloem.runtime.demo.measure import Comparison, compare, loop_lag
 from phloem.runtime.demo.report import Report
 from phloem.runtime.demo.workloads import simultaneous
 from phloem.runtime.integrations.models import build_model
 from phloem.runtime.integrations.transformers import ModelCache, Row, TransformersModel
+from phloem.runtime.observe.numbers import percentile
 from phloem.runtime.tracing import read_log
 
 

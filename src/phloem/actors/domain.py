@@ -21,7 +21,7 @@ import msgspec
 from phloem.errors import CacheCrashed, InvalidRequest, PhloemError
 from phloem.events import Context, Joins
 
-__all__ = ["LATER", "Actor", "Domain", "Handlers", "Parked", "Reply"]
+__all__ = ["LATER", "Actor", "Domain", "Handlers", "Parked", "Reply", "nothing_to_undo"]
 
 Handlers = Mapping[type, Callable[..., object]]
 
@@ -86,6 +86,11 @@ class Reply(msgspec.Struct, eq=False):
         if self.error is not None:
             raise self.error.with_traceback(None)  # a crash is the answer to many
         return self.value
+
+
+def nothing_to_undo(answer: object) -> None:
+    """For `Domain.call`: a caller who has left need not be answered, and leaves nothing."""
+    del answer
 
 
 class Domain:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from phloem.actors import messages as m
+from phloem.actors.domain import nothing_to_undo
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.cuda_streams.engine import Fence, Stream, Ticket
@@ -47,11 +48,11 @@ class Arriving(Publishing):
         if layer is not None:
             return await self._ready_up_to(integer("layer", layer))
         if self._loads:
-            await self._core.call(m.AwaitLoad(self._lease), _undo_nothing)
+            await self._core.call(m.AwaitLoad(self._lease), nothing_to_undo)
             self._check_alive()
         begun = self._begun
         if begun is not None and begun.copy is not None and begun.landing.loads_ended:
-            await self._core.call(m.AwaitCopy(begun.copy), _undo_nothing)
+            await self._core.call(m.AwaitCopy(begun.copy), nothing_to_undo)
             self._check_alive()
         self._arrived()
         if begun is not None and self._core.has_states and self.state_slot is None:
@@ -212,7 +213,3 @@ class Arriving(Publishing):
             self._tokens_reused -= self.computed - boundary
             self.computed = boundary
             self.match = standing_on(self._lease, self.match)
-
-
-def _undo_nothing(answer: object) -> None:
-    del answer

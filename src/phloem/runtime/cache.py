@@ -11,6 +11,7 @@ import torch
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
+from phloem.actors.domain import nothing_to_undo
 from phloem.actors.tree.dump import Dump
 from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
 from phloem.actors.tree.policies import Policy
@@ -154,7 +155,7 @@ class CacheRuntime(OpenRuntime):
         core = self.core
         key = TokenKey.of(tokens, namespace)
         message = m.Match(key, limit_of(key, whole))
-        match = await core.domain.call(core.tree_actor, message, _undo_nothing)
+        match = await core.domain.call(core.tree_actor, message, nothing_to_undo)
         assert isinstance(match, Match)
         return match
 
@@ -357,7 +358,3 @@ class CacheRuntime(OpenRuntime):
         generation = await core.domain.call(core.tree_actor, m.Reset())
         assert isinstance(generation, int)
         return generation
-
-
-def _undo_nothing(answer: object) -> None:
-    del answer

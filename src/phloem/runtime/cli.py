@@ -17,11 +17,11 @@ import msgspec
 
 from phloem.errors import InvalidRequest, NoRoom
 from phloem.runtime.environment import Environment, look, version_of
+from phloem.runtime.output import STDOUT, add_json_option, write_json
 
 __all__ = ["main"]
 
 _OK, _FAULT, _MISUSE, _INTERRUPTED, _UNREAD = 0, 1, 2, 130, 141
-_STDOUT = Path("-")
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": (
@@ -80,14 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version_of('phloem')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     json_option = argparse.ArgumentParser(add_help=False)
-    json_option.add_argument(
-        "--json",
-        nargs="?",
-        const=_STDOUT,
-        type=Path,
-        metavar="FILE",
-        help="write the result as JSON to FILE (without FILE or with -: to standard output)",
-    )
+    add_json_option(json_option)
     demo = commands.add_parser(
         "demo",
         parents=[json_option],
@@ -173,18 +166,18 @@ def _demo(options: argparse.Namespace) -> int:
             ),
         )
     )
-    to_stdout = options.json == _STDOUT
+    to_stdout = options.json == STDOUT
     show(report, Console(stderr=to_stdout))
     if options.json is not None:
-        _write_json(report, options.json)
+        write_json(options.json, report)
     return _FAULT if report.failures else _OK
 
 
 def _env(json: Path | None) -> int:
     environment = look()
     if json is not None:
-        _write_json(environment, json)
-    if json != _STDOUT:
+        write_json(json, environment)
+    if json != STDOUT:
         print(_readable(environment))
     return _OK
 
@@ -193,14 +186,6 @@ def _written(status: int) -> int:
     """After what was printed has gone out, as far as anybody reads it."""
     sys.stdout.flush()
     return status
-
-
-def _write_json(value: object, path: Path) -> None:
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-    if path == _STDOUT:
-        sys.stdout.write(text.decode())
-    else:
-        path.write_bytes(text)
 
 
 def _readable(environment: Environment) -> str:

@@ -12,7 +12,7 @@ import anyio
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import AllocatorActor, Grant
-from phloem.actors.domain import Domain
+from phloem.actors.domain import Domain, nothing_to_undo
 from phloem.actors.frames import SharedLedger
 from phloem.actors.host_allocator import HostAllocatorActor
 from phloem.actors.ledger import Ledger
@@ -166,7 +166,7 @@ class Core:
 
     async def await_fences(self, fences: tuple[Fence, ...]) -> None:
         """Wait until all have passed; a cancelled caller leaves nothing behind."""
-        await self.domain.call(self.transfer, m.AwaitFences(fences), _undo_nothing)
+        await self.domain.call(self.transfer, m.AwaitFences(fences), nothing_to_undo)
 
     def _actor_for(self, message: m.Message) -> TreeActor | AllocatorActor:
         return self.tree_actor if type(message) in self.tree_actor.handlers else self.allocator
@@ -416,7 +416,3 @@ def _granted(answer: object) -> Grant:
 def _left(wanted: int, asked: int, gone: int) -> int:
     """What is still to go; nothing when less went than was asked for: there is no more."""
     return 0 if gone < asked else max(0, wanted - gone)
-
-
-def _undo_nothing(answer: object) -> None:
-    del answer

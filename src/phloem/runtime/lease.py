@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
+from phloem.actors.domain import nothing_to_undo
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
@@ -62,7 +63,7 @@ class Lease:
         if self.released:
             raise StaleHandle(f"{self} was released before")
         if self.inner.load:
-            await self._core.call(m.AwaitLoad(self.inner), _undo_nothing)
+            await self._core.call(m.AwaitLoad(self.inner), nothing_to_undo)
         self.match = standing_on(self.inner, self.match)
         return self.match
 
@@ -100,7 +101,3 @@ class Lease:
 
     def __repr__(self) -> str:
         return repr(self.inner)
-
-
-def _undo_nothing(answer: object) -> None:
-    del answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phloem.actors import messages as m
+from phloem.actors.domain import nothing_to_undo
 from phloem.actors.tree.keys import TokenKey
 from phloem.actors.tree.tree import Match
 from phloem.runtime.core import Core
@@ -16,7 +17,7 @@ __all__ = ["prefetch"]
 async def prefetch(core: Core, key: TokenKey, limit: int) -> int:
     """See `CacheRuntime.prefetch`; `limit`: so many tokens of the key are looked up."""
     if core.prefetches >= core.config.prefetches_max:
-        match = await core.call(m.Match(key, limit), _undo_nothing)
+        match = await core.call(m.Match(key, limit), nothing_to_undo)
         assert isinstance(match, Match)
         return match.device
     core.prefetches += 1
@@ -27,7 +28,3 @@ async def prefetch(core: Core, key: TokenKey, limit: int) -> int:
             return (await lease.ready()).usable
     finally:
         core.prefetches -= 1
-
-
-def _undo_nothing(answer: object) -> None:
-    del answer

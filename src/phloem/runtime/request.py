@@ -9,6 +9,7 @@ import anyio
 from msgspec import structs
 
 from phloem.actors import messages as m
+from phloem.actors.domain import nothing_to_undo
 from phloem.actors.tree.keys import Tokens
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
@@ -146,10 +147,10 @@ class Request(Arriving):
             return False  # it has computed something of its own: it is no follower any more
         join = m.Join(self._lease, more_than, for_good=deadline is None)
         if deadline is None:
-            return bool(await self._core.call(join, _undo_nothing))
+            return bool(await self._core.call(join, nothing_to_undo))
         # Only the wait is cut short: whoever has taken something over gets ready to go on.
         with anyio.CancelScope(deadline=deadline):
-            return bool(await self._core.call(join, _undo_nothing))
+            return bool(await self._core.call(join, nothing_to_undo))
         return False
 
     def extend(self, tokens: Tokens) -> None:
@@ -389,7 +390,3 @@ class Request(Arriving):
             if not ready:
                 twin.abort()
         return twin
-
-
-def _undo_nothing(answer: object) -> None:
-    del answer

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -24,13 +23,14 @@ from phloem.runtime.demo.workloads import Turn, Workload, distinct_tokens
 from phloem.runtime.integrations.bare import BareCache
 from phloem.runtime.integrations.server import Completion, HybridServer
 from phloem.runtime.integrations.server import Request as Servable
+from phloem.runtime.observe.numbers import percentile
 
 if TYPE_CHECKING:
     from phloem.events import Sink
     from phloem.runtime.integrations.transformers import TransformersModel
     from phloem.runtime.request import Request
 
-__all__ = ["Comparison", "Served", "Settings", "compare", "loop_lag", "percentile"]
+__all__ = ["Comparison", "Served", "Settings", "compare", "loop_lag"]
 
 R = TypeVar("R", bound=Servable)
 Clock = Callable[[], float]
@@ -282,9 +282,3 @@ async def loop_lag(clock: Clock) -> AsyncGenerator[list[float]]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-def percentile(values: Iterable[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

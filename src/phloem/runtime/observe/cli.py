@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-
-import msgspec
 
 from phloem.errors import InvalidRequest
 from phloem.runtime.arguments import from_one
@@ -18,12 +16,12 @@ from phloem.runtime.observe.report import report as report_page
 from phloem.runtime.observe.state import CacheState
 from phloem.runtime.observe.summary import summary
 from phloem.runtime.observe.timeline import timeline
+from phloem.runtime.output import add_json_option, write, write_json
 from phloem.runtime.tracing import ends_torn, read_log
 
 __all__ = ["explain", "report", "top", "trace"]
 
 _OK, _MISUSE = 0, 2
-_STDOUT = Path("-")
 
 
 def trace(arguments: Sequence[str]) -> int:
@@ -42,16 +40,16 @@ def trace(arguments: Sequence[str]) -> int:
         "--run", type=from_one, metavar="N", help="of several in the log; default: last"
     )
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the timeline there")
-    _add_json(parser)
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     _tell_torn(options.log)
     until = None if options.at is None else _time(options.at, options.log)
     if options.perfetto is not None:
-        _write_pieces(options.perfetto, timeline(entries_until(options.log, until)))
+        write(options.perfetto, timeline(entries_until(options.log, until)))
         return _OK
     state = replay(options.log, until=until, run=options.run).state()
     if options.json is not None:
-        _write(options.json, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+        write_json(options.json, state)
     else:
         print(_readable(state))
     return _OK
@@ -68,13 +66,12 @@ def explain(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--run", type=from_one, metavar="N", help="of several in the log; default: last"
     )
-    _add_json(parser)
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     _tell_torn(options.log)
     explanation = explain_request(options.log, options.request, options.run)
     if options.json is not None:
-        text = msgspec.json.format(msgspec.json.encode(explanation), indent=2) + b"\n"
-        _write(options.json, text)
+        write_json(options.json, explanation)
     else:
         print(readable(explanation))
     return _OK
@@ -96,7 +93,7 @@ def report(arguments: Sequence[str]) -> int:
     if options.text:
         print(summary(options.log, options.run))
         return _OK
-    _write(options.output, report_page(options.log, options.run).encode())
+    write(options.output, [report_page(options.log, options.run).encode()])
     return _OK
 
 
@@ -133,33 +130,6 @@ def _parser(
 def _tell_torn(log: Path) -> None:
     if ends_torn(log):
         print(f"phloem: the last line of {log} has no end yet; it is left out", file=sys.stderr)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=_STDOUT,
-        type=Path,
-        metavar="FILE",
-        help="write the result as JSON to FILE (without FILE or with -: to standard output)",
-    )
-
-
-def _write(path: Path, data: bytes) -> None:
-    if path == _STDOUT:
-        sys.stdout.write(data.decode())
-    else:
-        path.write_bytes(data)
-
-
-def _write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
-    if path == _STDOUT:
-        for piece in pieces:
-            sys.stdout.write(piece.decode())
-        return
-    with path.open("wb") as file:
-        file.writelines(pieces)
 
 
 def _time(text: str, log: Path) -> float:

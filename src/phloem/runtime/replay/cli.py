@@ -19,6 +19,7 @@ from phloem.actors.tree.core import BACKUP_HITS
 from phloem.actors.tree.placement import Placement
 from phloem.errors import InvalidRequest
 from phloem.runtime.costs.published import geometry_named
+from phloem.runtime.output import STDOUT, write, write_json
 from phloem.runtime.replay.chart import draw
 from phloem.runtime.replay.named import KNOWN
 from phloem.runtime.replay.requests import Workload, prepare
@@ -30,13 +31,12 @@ from phloem.runtime.traces.readers import is_sessions
 __all__ = ["run"]
 
 _OK, _MISUSE = 0, 2
-_STDOUT = Path("-")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parser().parse_args(arguments)
-    console = Console(stderr=options.json == _STDOUT)
+    console = Console(stderr=options.json == STDOUT)
     try:
         report = _report(options, console)
         for trace in report.traces:
@@ -44,9 +44,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if options.plot is not None:
             draw(report, options.plot)
         if options.decisions is not None:
-            options.decisions.write_bytes(b"".join(_decisions(report)))
+            write(options.decisions, _decisions(report))
         if options.json is not None:
-            _write_json(report, options.json)
+            _write_without_decisions(report, options.json)
     except BrokenPipeError:
         raise
     except (InvalidRequest, OSError) as error:
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="the first N requests of each trace")
     add("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     add("--no-bounds", action="store_true", help="leave those who know the future out")
-    add("--json", nargs="?", const=_STDOUT, type=Path, metavar="FILE", help="write the results")
+    add("--json", nargs="?", const=STDOUT, type=Path, metavar="FILE", help="write the results")
     add("--plot", type=Path, metavar="FILE", help="draw the curves (PNG, SVG, PDF)")
     add("--decisions", type=Path, metavar="FILE", help="write each decision as a line of JSON")
     laid = parser.add_argument_group("traces of sessions without a common clock")
@@ -221,11 +221,7 @@ def _decisions(report: Report) -> Iterator[bytes]:
         yield run.decisions
 
 
-def _write_json(report: Report, path: Path) -> None:
+def _write_without_decisions(report: Report, path: Path) -> None:
     for number, run in enumerate(report.runs):
         report.runs[number] = msgspec.structs.replace(run, decisions=b"")
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-    if path == _STDOUT:
-        sys.stdout.write(text.decode())
-    else:
-        path.write_bytes(text)
+    write_json(path, report)

@@ -17,6 +17,7 @@ import torch
 
 from phloem.errors import InvalidRequest
 from phloem.runtime.arguments import from_one
+from phloem.runtime.output import STDOUT, add_json_option, write_json
 from phloem.runtime.processes import in_processes
 from phloem.runtime.simulation.campaign import HOSTS, Fixed, command, plan_for, run_plan, shorten
 from phloem.runtime.simulation.faults import FAULTS
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --trace: workers' worth of pool",
     )
-    add("--json", nargs="?", const="-", metavar="FILE", help="write the result as JSON")
+    add_json_option(parser)
     return parser
 
 
@@ -264,15 +265,13 @@ def _tell(line: object) -> None:
     print(f"simulate: {line}", file=sys.stderr, flush=True)
 
 
-def _report(total: Summary, failures: Sequence[Failure], json: str | None) -> None:
+def _report(total: Summary, failures: Sequence[Failure], json: Path | None) -> None:
     figures = total.figures()
     if json is not None:
         result = {**figures, "failures": [msgspec.to_builtins(failure) for failure in failures]}
-        text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
-        if json == "-":
-            print(text)
+        write_json(json, result)
+        if json == STDOUT:
             return
-        Path(json).write_text(text + "\n", encoding="utf-8")
     for failure in failures:
         print(failure.report)
         print()
