@@ -350,10 +350,6 @@ class VirtualWorker(WorkerStream):
         self._turn = self._lockstep.turn(act, self._over)
         self._turn.go_on()
 
-    def _go_on(self, turn: Turn) -> None:
-        if turn is self._turn:  # else it went on when the stream was closed
-            turn.go_on()
-
     def _over(self) -> None:
         self._turn = None
         self._next()

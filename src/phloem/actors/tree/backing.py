@@ -78,7 +78,7 @@ class BackingTree(SpanTree):
         actions.append(Reserve(operation.number, "host", operation.pages, operation.states))
 
     def _abandon(self, operation: Operation, *, answered: bool = False) -> Abandoned:
-        """Nothing of an operation, and of those that require it, will be published any more.
+        """Give up an operation, and those that require it: nothing they bring is published.
 
         What is being copied keeps its targets and protects what it reads until its end. `answered`:
         no answer to its reservation is on its way.
@@ -106,7 +106,7 @@ class BackingTree(SpanTree):
         return Abandoned(ended, waited, actions)
 
     def _cap_again(self, operation: Operation, actions: Actions) -> None:
-        """A backup that spared states beyond a path's cap is over."""
+        """Apply the cap for each path where a backup that is over now had kept states from it."""
         for tail in operation.spared:
             if tail.parent is not None:
                 self._named[tail.id] = tail
@@ -114,7 +114,10 @@ class BackingTree(SpanTree):
         operation.spared.clear()
 
     def _forget(self, operation: Operation) -> None:
-        """Its data will not come: nodes do not expect them any more, and what was to go stays."""
+        """Have the nodes of an operation expect none of its data any more.
+
+        What was to leave the device behind a backup stays there.
+        """
         host = self.host
         assert host is not None
         backup = operation.kind == "backup"
@@ -165,7 +168,7 @@ class BackingTree(SpanTree):
             operation.hold = self._hold(operation, operation.source)
 
     def _let_go(self, operation: Operation) -> None:
-        """The operation protects nothing any more."""
+        """End the lease by which an operation protects what it reads, if it has one."""
         lease = operation.hold
         if lease is None:
             return

@@ -68,13 +68,16 @@ class Benefit(Policy):
         self._state_weight = 0
 
     def serve(self, page_bytes: int, state_weight: int, now: int, /) -> None:
-        """The weights to reckon with."""
+        """See `EvictionPolicy.serve`: sets the sizes that scores are reckoned by, and the time."""
         self._page_bytes, self._state_weight, self._now = page_bytes, state_weight, now
 
     # -- scores --------------------------------------------------------------------------------
 
     def kv_score(self, node: Node, /) -> Score:
-        """Of a leaf with its state. KV without a state saves nothing; with no states, all does."""
+        """The score of a leaf with its state.
+
+        KV below which no state is left saves nothing. In a model without states all KV saves.
+        """
         weight = self._state_weight
         if not weight:
             return int(self._rate(node, node.stamp) * _UNIT)
@@ -91,7 +94,7 @@ class Benefit(Policy):
         return int(rate * saved / (alone + weight) * _UNIT)
 
     def state_score(self, node: Node, /) -> Score:
-        """Of the state alone; of a leaf as a whole, since its KV goes with the state."""
+        """The score of a state; for a leaf that of the whole, since its KV goes with the state."""
         if node.children is None:
             return self.kv_score(node)
         saved, _ = self._spans(node)
@@ -101,7 +104,7 @@ class Benefit(Policy):
         return int(rate * saved / max(self._state_weight, 1) * _UNIT)
 
     def span_score(self, node: Node, stamp: int, /) -> Score:
-        """What is needed with the state goes with the chance that it is."""
+        """The score of a span: it is needed whenever the state is, so only the rate counts."""
         return int(self._rate(node, stamp) * _UNIT)
 
     def _rate(self, node: Node, stamp: int) -> float:
@@ -190,7 +193,7 @@ class Benefit(Policy):
             self._returns.rests(_kind(node.turn))
 
     def lost(self, leaf: Node, place: int, now: int, /) -> None:
-        """It is remembered for a while, since it may be asked for again."""
+        """Remember an evicted leaf for a while: that it is asked for again counts as a return."""
         edge, gone, in_order = leaf.edge, self._gone, self._gone_in_order
         last_page = crc32(edge[-self._page_bytes :])
         latest = place, len(edge), last_page, leaf.mark, leaf.turn, leaf.rests
@@ -210,13 +213,13 @@ class Benefit(Policy):
             self._gone_in_order = deque(gone.values())
 
     def forget(self) -> None:
-        """Nothing rests any more."""
+        """Forget what rests and what was evicted; the learned rates stay."""
         self._gone.clear()
         self._gone_in_order.clear()
         self._returns.forget_resting()
 
     def _give_up(self, gone: _Gone, now: int) -> None:
-        """It was not asked for again."""
+        """Count an evicted leaf, remembered until now, as one that did not return."""
         *_, turn, since = gone
         if since:
             self._returns.ended(_kind(turn), since, now, returned=False)

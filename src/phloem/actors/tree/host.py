@@ -198,7 +198,10 @@ class HostTier:
             self._pin(node)
 
     def stay(self, node: Node) -> None:
-        """Somebody uses what was leaving, or it cannot be copied; nor can what is above it go."""
+        """Keep on the device what was leaving at `node`, and at those above it that were leaving.
+
+        For when it is used again, or cannot be copied. What is above cannot go before it.
+        """
         at: Node | None = node
         while at is not None and at.host is not None and at.host.leaving:
             check_change(at, "kv", "device", "present")

@@ -1,4 +1,4 @@
-"""Who protects what: leases with receipts, counted at their anchor.
+"""Which nodes may not be evicted: leases, each counted at the node that it is anchored at.
 
 A node is protected while leases are anchored at it or while it has protected children. Counts move
 up only when a node goes from unprotected to protected or back, so a lease costs as many steps as
@@ -290,9 +290,11 @@ class Leases:
                 self._kv_index.push(node)
 
     def _count_less(self, node: Node, former: bool) -> None:
-        """What is protected no more is not counted either; its latest use is passed up.
+        """Take `node` and those above it that nothing protects now out of the protected ones.
 
-        Of what was never counted it is passed up when it goes.
+        The walk stops at the first that has a lease or another protected child. On its way it
+        passes the time of the latest use up; a node that was never counted passes that on when it
+        is evicted. With `former`, for a tree from before a reset, no index and no sum changes.
         """
         stamp, size = node.stamp, 0
         while not node.leases and not node.protected_children:

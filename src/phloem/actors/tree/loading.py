@@ -1,4 +1,4 @@
-"""Operations through their life: loads are planned, rooms are answered, copies end."""
+"""The life of operations: planning loads, taking the room they asked for, ending copies."""
 
 from __future__ import annotations
 
@@ -32,16 +32,20 @@ __all__ = ["LoadingTree"]
 
 
 class _Ending(NamedTuple):
-    """What the end of an operation leads to, gathered on the way."""
+    """What the end of operations led to, gathered while it is worked out.
+
+    Numbers of those that ended, what was published, leases whose data are there, leases that
+    waited in vain, and the actions to carry out.
+    """
 
     operations: list[int]
     kept: list[Kept]
     ready: list[int]
-    waited: list[Lease]  # in vain
+    waited: list[Lease]
     actions: Actions
 
     def add(self, abandoned: Abandoned) -> None:
-        """These have ended without effect."""
+        """Add operations that were abandoned, and the leases that waited for them."""
         self.operations.extend(abandoned.operations)
         self.waited.extend(abandoned.waited)
         self.actions.extend(abandoned.actions)
@@ -51,11 +55,12 @@ class LoadingTree(HostSheddingTree):
     """A tree whose operations are carried out; `Tree` adds leases and inserts."""
 
     def plan(self, lease: Lease) -> tuple[int, Actions]:
-        """What a lease that has just been taken or moved leads to in the tiers.
+        """Plan the operations that a lease just taken or moved calls for.
 
-        The load of what its boundary lacks on the device, which joins what is on its way already;
-        then the backups that are due on its path. Returns the operation that the lease waits for
-        (`Lease.load`; 0: it stands on the device), which also waits for those that it requires.
+        First the load of what its boundary lacks on the device, which joins what is on its way
+        already; then the backups that are due on its path. Returns the operation that the lease
+        waits for (`Lease.load`; 0: it stands on the device), which also waits for those that it
+        requires.
         """
         self.check_lease(lease)
         actions: Actions = []
@@ -70,7 +75,7 @@ class LoadingTree(HostSheddingTree):
     def loadable(self, lease: Lease) -> list[Load]:
         """The boundaries on a lease's path that need a load, the deepest first.
 
-        None while a load over the path is on its way: then there is nothing to choose.
+        Empty while a load over the path is on its way: then there is nothing to choose.
         """
         found: list[Load] = []
         missing, at = 0, lease.anchor
@@ -322,7 +327,7 @@ class LoadingTree(HostSheddingTree):
     # -- ends ----------------------------------------------------------------------------------
 
     def _publish(self, operation: Operation, end: _Ending) -> None:
-        """All that an operation brought is there."""
+        """Enter all that an operation has copied into the tree, and end the operation."""
         pieces, node = operation.top_down(), operation.state_node
         backup = operation.kind == "backup"
         for piece in pieces:
@@ -384,7 +389,11 @@ class LoadingTree(HostSheddingTree):
         self._fail(operation, end)
 
     def _fail(self, operation: Operation, end: _Ending, *, answered: bool = False) -> None:
-        """Nothing more of an operation is published; what was to go behind it goes without."""
+        """End an operation that will bring nothing more.
+
+        What was to leave the device once a backup had copied it leaves without a copy.
+        `answered`: see `_abandon`.
+        """
         nodes = [piece.node for piece in operation.top_down() if part_of(piece.node).leaving]
         node = operation.state_node
         state_node = node if node is not None and part_of(node).state_leaving else None
@@ -393,7 +402,7 @@ class LoadingTree(HostSheddingTree):
             end.actions.extend(self._go_without(nodes, state_node))
 
     def _go_without(self, nodes: list[Node], state_node: Node | None) -> Actions:
-        """These were to leave the device and cannot be copied: they go now, where they may."""
+        """Evict what waited for a copy that will not be made, where it may go."""
         gone, host = Tally("", []), self.host
         assert host is not None
         for node in reversed(nodes):
@@ -419,7 +428,10 @@ class LoadingTree(HostSheddingTree):
         return backup is not None and backup.phase == "submitted"
 
     def _concluded(self, end: _Ending, why: str = "tier_failed") -> tuple[Ended, Actions]:
-        """Leases that waited in vain, and `why`, find their places; what it all led to."""
+        """Move leases that waited in vain to where they can be read, and sum up.
+
+        `why` is what their holders read in `Match.why_not`.
+        """
         for lease in end.waited:
             lease.why_not = why
             self._fall_back(lease)

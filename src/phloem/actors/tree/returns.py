@@ -26,7 +26,7 @@ _PRIOR = 0.1
 
 
 class _Kind:
-    """What is known of one kind, by age."""
+    """Counts of one kind, by the range of ages (bit length) at which its items ended."""
 
     def __init__(self) -> None:
         self.returned = [0.0] * (_AGES + 1)
@@ -35,7 +35,7 @@ class _Kind:
         self.total = 0.0
 
     def end(self, age: int, returned: bool) -> None:
-        """Something came back at that age, or was given up."""
+        """Count an item that came back (`returned`) or was given up at `age`, in uses."""
         at = age.bit_length() if age < _STARTS[-1] else _AGES
         self.ended[at] += 1
         self.spent[at] += age - _STARTS[at]
@@ -83,15 +83,15 @@ class Returns:
         self._resting = [[0] * kinds]  # and how many of each kind have rested since then
 
     def rate(self, kind: int, age: int) -> float:
-        """What a use of waiting for something of that kind and age brings, in returns."""
+        """Expected returns for each use that an item of that kind and age is kept longer."""
         return self.rates[kind][min(age.bit_length(), _AGES)]
 
     def rests(self, kind: int) -> None:
-        """Something has begun to rest."""
+        """Count an item of `kind` that begins to rest now."""
         self._resting[-1][kind] += 1
 
     def ended(self, kind: int, since: int, now: int, *, returned: bool) -> None:
-        """What rested since then has come back, or nobody looks for it any more."""
+        """Count an item that rested from `since` to `now`: it came back, or was given up."""
         epoch = bisect_right(self._since, since) - 1
         if epoch >= 0:
             resting = self._resting[epoch]
@@ -119,7 +119,7 @@ class Returns:
             self._join_epochs()
 
     def _join_epochs(self) -> None:
-        """Of the older half each two become one."""
+        """Join the older half of the epochs in pairs, so that their number stays bounded."""
         half = _EPOCHS_MAX // 2
         older = self._resting[:half]
         self._resting[:half] = [
@@ -129,5 +129,5 @@ class Returns:
         self._since[:half] = self._since[:half:2]
 
     def forget_resting(self) -> None:
-        """All that rested has gone at once; what was learned stays."""
+        """Forget all items that rest, which are gone; what was learned stays."""
         self._since, self._resting = self._since[-1:], [[0] * len(self._kinds)]

@@ -22,7 +22,11 @@ __all__ = ["SheddingTree", "Tally"]
 
 
 class Tally(msgspec.Struct, gc=False):
-    """What an eviction for `by` has brought so far, in all and of that by promise."""
+    """What an eviction has freed so far, counted while it runs. `by` names who asked for it.
+
+    `pages` and `states` count all; of these, `pages_promised` and `states_promised` are not free
+    yet: they are once copies to the host have ended.
+    """
 
     by: str
     actions: Actions
@@ -35,24 +39,24 @@ class Tally(msgspec.Struct, gc=False):
     spans: tuple[int, ...] = ()  # pages of each span component before
 
     def add_host_pages(self, page_ids: bytes) -> None:
-        """These go back to the host's pool, by one action with others."""
+        """Gather host pages to free; `settle` frees all that were gathered by one action."""
         if self.host_pages is None:
             self.host_pages = array("i")
         self.host_pages.frombytes(page_ids)
 
     def add_host_state(self, slot: int) -> None:
-        """This goes back to the host's pool, by one action with others."""
+        """Gather a host state slot to free, as `add_host_pages` does pages."""
         if self.host_states is None:
             self.host_states = array("i")
         self.host_states.append(slot)
 
     def result(self) -> Evicted:
-        """What was freed and what was promised."""
+        """The counts for the caller: what is free now, and what is promised."""
         pages, states = self.pages_promised, self.states_promised
         return Evicted(self.pages - pages, self.states - states, pages, states)
 
     def settle(self) -> None:
-        """Emit what gives the host's places back that were gathered."""
+        """Emit the actions that free the host pages and states gathered so far."""
         if self.host_pages is not None:
             self.actions.append(FreeHostSlots("kv", self.host_pages, TREE))
             self.host_pages = None
@@ -140,7 +144,7 @@ class SheddingTree(BackingTree):
         return self._evicted(gone)
 
     def _lose_of_leaf(self, popped: tuple[Score, Node], missing: int, gone: Tally) -> None:
-        """A leaf goes; of a stateless one its last pages if `missing` pages are enough."""
+        """Evict a leaf; of a stateless one only the last pages, if `missing` pages are enough."""
         score, node = popped
         policy = self.policy
         policy.evicted(score, self.now)
@@ -155,7 +159,7 @@ class SheddingTree(BackingTree):
         self._lose_kv(node, gone)
 
     def _lose_of_state(self, popped: tuple[Score, Node], gone: Tally) -> None:
-        """A state goes, with its node if that is a leaf."""
+        """Evict a state, with its whole node if that is a leaf."""
         score, node = popped
         policy = self.policy
         policy.evicted(score, self.now)
@@ -167,7 +171,7 @@ class SheddingTree(BackingTree):
             self._lose_state(node, gone)
 
     def _evicted(self, gone: Tally) -> tuple[Evicted, Actions]:
-        """What an eviction has brought; the indexes are swept if they need it."""
+        """The result of an eviction that is over; drops stale entries of the indexes."""
         self.kv_index.shrink(self.radix.leaves)
         self.state_index.shrink(self.radix.states)
         result = gone.result()
@@ -281,7 +285,10 @@ class SheddingTree(BackingTree):
             self.kv_index.push(parent)
 
     def _left(self, node: Node, actions: Actions) -> None:
-        """What was leaving goes if its copies have been made and nothing is left below it."""
+        """Evict from the device what was leaving at `node`, and above it, and can go now.
+
+        It can when the host has a copy and no child of it is still leaving.
+        """
         host = self.host
         assert host is not None
         while node.parent is not None and node.host is not None:
@@ -368,7 +375,7 @@ class SheddingTree(BackingTree):
         self._after_loss_below(parent, actions)
 
     def _note_lost(self, leaf: Node, parent: Node, by: str) -> None:
-        """What has gone for good is remembered, to explain misses and for policies that learn."""
+        """Remember a leaf that no tier has now, to explain misses and for policies that learn."""
         mark, now = parent.mark, self.now
         if mark == NO_MARK:
             mark = mark_of(parent)
@@ -393,7 +400,7 @@ class SheddingTree(BackingTree):
                 self.state_index.lower(parent)
 
     def _recede(self, node: Node) -> None:
-        """Who stands on the node's state, which is about to go, goes to the next one above."""
+        """Move sessions that stand on the node's state, about to be dropped, to the next above."""
         state, node.state = node.state, NO_SLOT
         self.sessions.recede(node)
         node.state = state
@@ -488,7 +495,10 @@ class SheddingTree(BackingTree):
         self.policy.forget()
 
     def _forget_operations(self) -> None:
-        """Plans are dropped; what is being copied keeps its targets and its hold until its end."""
+        """For a reset: drop all planned operations.
+
+        One that is being copied keeps its targets, and what it reads, until its copy has ended.
+        """
         for operation in list(self.operations):
             reads = operation.phase == "submitted" and operation.outcome is None
             if reads:

@@ -76,13 +76,13 @@ class Tiering:
 
     @property
     def host_ledger(self) -> Ledger:
-        """Who owns what on the host."""
+        """The ledger of the host's pools."""
         return self._ledgers["host"]
 
     # -- plans ---------------------------------------------------------------------------------
 
     def weigh_by(self, costs: Costs) -> None:
-        """From now on a load is planned only where it is the cheapest way."""
+        """Plan loads, from now on, only where they are the cheapest way to the data."""
         self._costs = costs
 
     def choose(self, lease: Lease, match: Match, *, may_wait: bool) -> Match:
@@ -145,14 +145,17 @@ class Tiering:
         return LATER
 
     def _hasten(self, lease: Lease) -> None:
-        """Somebody waits now for loads for which nobody did."""
+        """Make loads that were planned with `idle` urgent, now that `lease` waits for them."""
         assert self._transfer is not None
         for number in self._idle.intersection(self._tree.loads_of(lease)):
             self._idle.discard(number)
             self._domain.send(self._transfer, m.Hasten(number))
 
     def look_again(self) -> None:
-        """Who waits for room that was promised hears when a lease just taken keeps it."""
+        """Let allocations retry if room that was promised to them will not come.
+
+        That is so when a lease just taken needs what was leaving.
+        """
         host = self._tree.host
         if host is not None and host.stayed:
             host.stayed = False
@@ -279,13 +282,16 @@ class Tiering:
         self.let_go(number)
 
     def let_go(self, number: int) -> None:
-        """Whoever waits for the load of this lease looks again: it is there, failed, or over."""
+        """Answer all who wait for the load of lease `number`: it has ended, well or not."""
         for reply in self._loading.pop(number, ()):
             if not reply.done and not reply.abandoned:
                 self._domain.complete(reply, None)
 
     def let_all_go(self) -> None:
-        """The cache was reset: whoever waits for a load looks again, or gets none."""
+        """After a reset: answer all who wait for a load, and release leases just taken.
+
+        Callers whose lease was not handed out yet get `CacheReset`.
+        """
         for number in list(self._loading):
             self.let_go(number)
         answers, self._answers = self._answers, {}
@@ -303,7 +309,7 @@ def _at_once(action: Action, *, idle: bool) -> Action:
 
 
 def standing_on(lease: Lease, match: Match) -> Match:
-    """The match that a lease ended with: less than what was found, if it could not be loaded."""
+    """`match`, lowered to the lease's boundary where that could not be loaded as deep as found."""
     if lease.boundary >= match.usable:
         return match
     boundary = lease.boundary

@@ -1,1 +1,1 @@
-
+"""phloem behind real models and servers: what a program imports from here, by module."""

@@ -33,9 +33,9 @@ def legend(names: Mapping[str, str]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def details(content: str, summary: str = "The figures as a table") -> str:
-    """Something that is shown when asked for."""
-    return f"<details><summary>{summary}</summary>{content}</details>"
+def details(content: str) -> str:
+    """The table behind a figure, folded until the reader opens it."""
+    return f"<details><summary>The figures as a table</summary>{content}</details>"
 
 
 def table(

@@ -42,11 +42,11 @@ USES: tuple[str, ...] = (
 )
 
 
-def draw_uses(seed: int, *, share: float = 0.3) -> tuple[str, ...]:
-    """Those of one seed: each with probability `share`, and none at all in every fourth."""
+def draw_uses(seed: int) -> tuple[str, ...]:
+    """The uses of one seed: each with probability 0.3, and none at all in every fourth seed."""
     rng = random.Random(f"uses {seed}")
     plain = rng.random() < 0.25
-    drawn = [name for name in USES if rng.random() < share]
+    drawn = [name for name in USES if rng.random() < 0.3]
     return () if plain else tuple(drawn)
 
 
