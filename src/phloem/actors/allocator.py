@@ -188,7 +188,7 @@ class AllocatorActor:
         return Grant(self._ledger, account, message.owner, pages, states, False, spans)
 
     def _by_component(self, spans: Sequence[Ids]) -> dict[str, list[int]]:
-        """For events: the pages of span components by name."""
+        """The pages of span components by the component's name, as events have them."""
         pools = self._ledger.spans
         return {pool.component: ids.tolist() for pool, ids in zip(pools, spans, strict=False)}
 
@@ -227,7 +227,7 @@ class AllocatorActor:
         self._ledger.waiting = len(self._line)
 
     def _refuse_impatient(self, behind: Waiter) -> None:
-        """Who does not wait is not kept behind one who does."""
+        """Refuse now all callers in line, but `behind`, that asked not to wait."""
         for other in self._line.all():
             if other is not behind and not other.message.wait:
                 self._refuse(other)
@@ -286,7 +286,7 @@ class AllocatorActor:
         self._changed()
 
     def _changed(self) -> None:
-        """Something may be possible now that was not before."""
+        """Try again for the line: places became free, or the tree may be able to help now."""
         if self._asking is not None:
             self._moved = True  # the tree's answer is on its way, and with it comes a look around
         elif self._line:
@@ -294,7 +294,7 @@ class AllocatorActor:
             self._pump()
 
     def _untry(self) -> None:
-        """The tree may be able to help again, also the one it was asked for: by less, perhaps."""
+        """Let the tree be asked again for each in line, also for the one it was last asked for."""
         self._moved = False
         self._line.untry()
 

@@ -199,11 +199,11 @@ class Domain:
         self._settle(reply, None, error)
 
     def joins(self) -> Joins:
-        """What joins an event of the current turn to others."""
+        """The fields that say which turn an event is of, what caused it, and for what context."""
         return {"turn": self.turns, "cause": self.cause, "context": self.context}
 
     def caller_context(self) -> Context:
-        """What the running task has bound, if anybody wants to know."""
+        """The context that the running task has bound; empty if nobody reads it."""
         return _NOTHING_BOUND if self._caller_context is None else self._caller_context()
 
     def check_running(self) -> None:

@@ -52,7 +52,7 @@ class Frames:
         return frame
 
     def release(self, frame: int) -> None:
-        """Nothing in `frame` is owned any more."""
+        """Make `frame`, in which nothing is owned any more, a blank one."""
         assert self.kinds[frame] != _BLANK and frame >= self.homes
         self.kinds[frame] = _BLANK
         self.blank += 1
@@ -176,7 +176,7 @@ class FramePool(Pool):
         return [ids[start:end] for start, end in pairwise(edges)]
 
     def _take_in(self, number: int) -> None:
-        """All places of a frame that has just become one of this pool can be granted."""
+        """Have all places of a frame granted from now on that has just become one of this pool."""
         first = number * self.places
         lowest = first or 1  # place 0 is never granted
         self._vacant[number] = array("i", range(first + self.places - 1, lowest - 1, -1))

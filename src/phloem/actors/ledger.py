@@ -17,7 +17,7 @@ __all__ = ["Account", "Ledger"]
 
 
 class Account(msgspec.Struct, eq=False):
-    """What one grant holds outside the tree. `owner` names who asked, for logs and waiters.
+    """The places that one grant holds outside the tree. `owner` names who asked, for logs.
 
     `fences` are the steps that may still touch what it gives up. `whole` lists its pages while it
     has all it was granted at once and nothing else, so that offering exactly these needs no search;
@@ -55,7 +55,7 @@ class Ledger:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """All pools."""
+        """The pools of pages, of states, and of each span component."""
         return self.kv, self.state, *self.spans
 
     def pool(self, component: Component) -> Pool:
@@ -72,7 +72,7 @@ class Ledger:
         return pages <= self.kv.free and states <= self.state.free
 
     def short_of(self, pages: int, states: int) -> tuple[int, int]:
-        """What has to be freed before so many pages and states fit."""
+        """How many pages and states have to be freed before so many fit."""
         return max(0, pages - self.kv.free), max(0, states - self.state.free)
 
     def ever_fits(self, pages: int, states: int) -> bool:

@@ -313,7 +313,7 @@ class MakeRoom(Message, frozen=True, gc=False, eq=False):
 
 
 class MoveBorder(Message, frozen=True, gc=False, eq=False):
-    """Of a memory shared by pages and states: see to it that a state will find a frame."""
+    """Clear a frame for the next state, in a memory that pages and states share."""
 
 
 class Reset(Message, frozen=True, gc=False, eq=False):
@@ -373,7 +373,7 @@ class MadeHostRoom(Message, frozen=True, gc=False, eq=False):
 
 
 class Retry(Message, frozen=True, gc=False, eq=False):
-    """Something has changed that may let a waiting allocation go on."""
+    """Try again for allocations that wait: something has changed that may let one go on."""
 
 
 class Ripe(Message, frozen=True, gc=False, eq=False):
@@ -399,7 +399,7 @@ class CopyAfter(Message, frozen=True, gc=False, eq=False):
 
 
 class Hasten(Message, frozen=True, gc=False, eq=False):
-    """Somebody waits for the copy of this operation now, which nobody did before."""
+    """Make the copy of operation `op` urgent: somebody waits for it now, and nobody did before."""
 
     op: int
 

@@ -195,7 +195,7 @@ class Pool:
         many[places] = to
 
     def _indices(self, ids: Ids) -> Indices | None:
-        """What picks the cells of `ids`, if they are places of this pool; None for a few."""
+        """A numpy index of the cells of `ids`, places of this pool; None if a loop is faster."""
         count = len(ids)
         if count <= _FEW:
             return None
@@ -208,7 +208,7 @@ class Pool:
         return np.frombuffer(ids, _PLACE).astype(_INDEX)
 
     def among(self, ids: Ids, owner: int) -> Ids:
-        """Those of `ids`, places of this pool, that are `owner`'s."""
+        """The ones of `ids`, places of this pool, that `owner` owns."""
         places = self._indices(ids)
         if places is None:
             cells = self._cells

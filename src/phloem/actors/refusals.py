@@ -1,4 +1,4 @@
-"""What a refusal says of the pools."""
+"""The figures of the pools that a refusal carries: who has the places that were asked for."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Teller:
         self._contexts: dict[int, Context] = {}  # by live lease: what its taker had bound
 
     def changed(self, request: str) -> None:
-        """What became of nodes in this turn, if anything did, and which copies are not made."""
+        """Tell what this turn changed of nodes, if anything, and which copies it dropped."""
         journal = self._tree.journal
         changes = journal.take_changes()
         if changes:
@@ -269,7 +269,7 @@ class Teller:
         )
 
     def kept(self, kept: KeptPlaces) -> None:
-        """What a copy brought is the tree's now."""
+        """Tell that the tree has taken what a copy brought."""
         self._emit(
             Kept(
                 **self._domain.joins(),

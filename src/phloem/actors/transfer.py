@@ -53,7 +53,7 @@ class _Copy(NamedTuple):
 
 
 class Timer(Protocol):
-    """What has a function called later, until that is cancelled."""
+    """A call of a function at a later time, which can be cancelled (`asyncio.TimerHandle`)."""
 
     def cancel(self) -> None: ...
 
@@ -410,7 +410,7 @@ class TransferActor:
         return max(0.0, self._deadlines[0][0] - self._watchdog.seconds())
 
     def _ended(self, op: int, copy: _Copy) -> None:
-        """On the loop: the copy is over, whatever its outcome."""
+        """Conclude a copy that has ended, well or not. Called on the loop."""
         del self._tickets[op]
         tickets = [ticket for _, ticket in copy.tickets]
         error = next((ticket.error for ticket in tickets if ticket.error is not None), None)

@@ -1,4 +1,4 @@
-"""What the allocator may know of the tree."""
+"""The part of the tree that the allocator may read."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Waiter:
 
 
 class WaitingLine:
-    """Who waits; those whose callers have gone are passed over."""
+    """Allocations that wait. Those whose callers have gone are passed over."""
 
     def __init__(self) -> None:
         self.holders: deque[Waiter] = deque()
@@ -51,11 +51,11 @@ class WaitingLine:
         return len(self.holders) + len(self.newcomers)
 
     def join(self, waiter: Waiter) -> None:
-        """At the end of its class."""
+        """Add an allocation at the end of its class."""
         self._class_of(waiter).append(waiter)
 
     def head(self) -> Waiter | None:
-        """Who is served next, if anybody waits."""
+        """The allocation that is served next; None when nobody waits."""
         for queue in (self.holders, self.newcomers):
             while queue and (queue[0].reply.abandoned or queue[0].reply.done):
                 queue.popleft()
@@ -64,12 +64,12 @@ class WaitingLine:
         return None
 
     def all(self) -> list[Waiter]:
-        """Those who wait, in the order of service."""
+        """All allocations that wait, in the order of service."""
         waiting = (*self.holders, *self.newcomers)
         return [w for w in waiting if not w.reply.abandoned and not w.reply.done]
 
     def leave(self, waiter: Waiter) -> None:
-        """It was answered."""
+        """Take an allocation that was answered out of the line."""
         queue = self._class_of(waiter)
         if queue[0] is waiter:
             queue.popleft()
@@ -77,7 +77,7 @@ class WaitingLine:
             queue.remove(waiter)
 
     def untry(self) -> None:
-        """The tree may be able to help each of them again."""
+        """Let the tree be asked again for each of them."""
         for waiter in (*self.holders, *self.newcomers):
             waiter.tried = False
 

@@ -97,7 +97,7 @@ class Ticket:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, once known."""
+        """The error that the copy ended with, once known; else None."""
         return self._error
 
     @property

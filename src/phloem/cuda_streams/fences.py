@@ -169,7 +169,7 @@ class Fence:
         fn()
 
     def mark_recorded(self, event: object) -> None:
-        """Its owner has put `event` on a stream; nothing if the fence has passed already."""
+        """Called by its owner once `event` is on a stream. Does nothing if the fence has passed."""
         with self._lock:
             if self._passed or self._event is not None:
                 return

@@ -1,4 +1,4 @@
-"""What a forward pass builds on while it is still on its way, layer by layer."""
+"""Waiting, layer by layer, for data that a forward pass builds on and that are being copied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Landing:
         self._given_up = Fence(label="landing given up")
 
     def fences(self, layer: int) -> tuple[Fence, ...]:
-        """What keeps model layers 0..`layer` from being read; for `Stream.wait`, once placed."""
+        """The fences before model layers 0..`layer` can be read; for `Stream.wait`, once placed."""
         named = [ticket.layer_fence(layer) for ticket in self._loads if not ticket.done]
         named += [ticket.quiesced for at, ticket in self._copies if at <= layer]
         return tuple(fence for fence in named if not fence.passed)
@@ -43,11 +43,11 @@ class Landing:
         return all(ticket.done and ticket.error is None for ticket in self._all)
 
     def placed(self) -> tuple[Fence, ...]:
-        """What keeps a device's stream from being told to wait."""
+        """The fences before a device's stream can be told to wait for the copies."""
         return tuple(ticket.placed for ticket in self._all if not ticket.placed.passed)
 
     def give_up(self) -> None:
-        """Nobody wants the pass any more: let it go on at once, by an error. Idempotent."""
+        """Have a pass that nobody wants any more end at once, by an error. Idempotent."""
         self._given_up.mark_passed()
 
     def wait(self, layer: int, stream: WorkerStream) -> None:

@@ -123,7 +123,7 @@ class Turn:
         self.go_on()
 
     def serve(self) -> None:
-        """For its thread."""
+        """Run the function; called by its thread."""
         try:
             self._fn()
         except _GivenUp:
@@ -161,12 +161,12 @@ class Lockstep:
         return turn is not None and turn.thread.thread is threading.current_thread()
 
     def take_back(self, turn: Turn) -> None:
-        """For turns: the thread is free."""
+        """Keep the thread of a turn that is over for the next one. Called by turns."""
         del self._turns[turn]
         self._idle.append(turn.thread)
 
     def forget(self, turn: Turn) -> None:
-        """For turns: the thread is stuck for ever."""
+        """Give up the thread of a turn, which is stuck for ever. Called by turns."""
         del self._turns[turn]
 
     def pause(

@@ -39,7 +39,7 @@ def near_pci_device(
     root: Path = Path("/"),
     bind: Callable[[], frozenset[int]] | None = None,
 ) -> Nearby:
-    """What the system's tables say of a PCI device (`0000:3b:00.0`).
+    """The CPUs near a PCI device (`0000:3b:00.0`), by the system's tables.
 
     `bind` gives the CPUs that this thread may use, and raises OSError where threads cannot be
     bound. Never raises: across sockets copies are slower, not wrong.

@@ -238,7 +238,10 @@ class RankedEngine(Dispatcher):
     # -- forward passes
 
     def begin_pass(self, waits: tuple[Mark, ...]) -> Pass:
-        """For `RankedStream.begin`."""
+        """Number a pass that begins on all ranks now, for `RankedStream.begin`.
+
+        Raises `EngineDead` once the engine has failed.
+        """
         if self._dead is not None:
             raise EngineDead(str(self._dead)) from self._dead
         oldest_copy, oldest_step = self._oldest()
@@ -311,7 +314,7 @@ def _is_known(fence: Fence) -> bool:
 
 
 def mark_of(fence: Fence) -> Mark:
-    """What stands for a fence on each rank. Raises InvalidRequest when nothing does."""
+    """The mark by which ranks know a fence. Raises InvalidRequest for one that they do not know."""
     event = fence.event
     if not isinstance(event, CopyLanded | PassOver):
         raise InvalidRequest(f"{fence!r} is of no copy that was sent to the ranks, nor of a pass")

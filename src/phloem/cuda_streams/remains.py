@@ -1,4 +1,4 @@
-"""What of a copy is still worth carrying out once a part of it has failed."""
+"""The rest of a copy that is still carried out once a part of it has failed."""
 
 from __future__ import annotations
 

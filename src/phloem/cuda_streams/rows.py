@@ -108,7 +108,7 @@ class RowPool:
 
     @property
     def is_coded(self) -> bool:
-        """Some part is not kept as plain bytes."""
+        """Whether some part is not kept as plain bytes."""
         return any(codec is not None for coded in self.codecs for codec in coded)
 
     @property

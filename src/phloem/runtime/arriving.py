@@ -155,7 +155,7 @@ class Arriving(Publishing):
         return slot
 
     def _touching(self, slot: int) -> tuple[Fence, ...]:
-        """What may still write the working slot: passes that count for nothing, and copies.
+        """The fences of all that may still write the working slot: passes given up, and copies.
 
         A pass that is only opened may be waiting for what the caller does next; when it is given
         up, the slot counts for nothing again.
@@ -165,12 +165,15 @@ class Arriving(Publishing):
         return ran + self._core.touching((slot,), ())
 
     def _read_by(self, fences: tuple[Fence, ...]) -> None:
-        """What is on its way is not given to others before these, even if it does not arrive."""
+        """Have what is being loaded given to nobody before these fences, even if the load fails."""
         if self._loads and fences:
             self._core.run(m.ReadBy(self._lease, fences))
 
     def _arrived(self) -> None:
-        """All copies have ended: stand on what is there. Raises `TransferFailed` for passes."""
+        """Once all copies have ended: go on from what is there.
+
+        Raises `TransferFailed` if passes have run on data that did not arrive.
+        """
         promised = self._promised
         begun, self._begun = self._begun, None
         ran = self.computed - promised
@@ -208,7 +211,7 @@ class Arriving(Publishing):
         self._count_loaded()
 
     def _stand_back(self, boundary: int) -> None:
-        """Less is reused than was promised."""
+        """Go back to `boundary` if that is less than what was promised to be reused."""
         if boundary < self.computed:
             self._tokens_reused -= self.computed - boundary
             self.computed = boundary

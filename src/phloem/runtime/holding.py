@@ -45,7 +45,7 @@ class Holding:
 
     @property
     def is_bare(self) -> bool:
-        """It was never given anything: all its pages are the tree's."""
+        """Whether it was never granted anything, so that all its pages are the tree's."""
         return not self.account
 
     @property

@@ -71,7 +71,7 @@ class Standing:
         self._steps: dict[int, Step] = {}  # opened and not over
 
     def stands_on_loaded(self) -> None:
-        """What it was opened on may have come from the host before whoever opened it heard."""
+        """Count as loaded what came from the host before the request was handed to its opener."""
         if not self._loads:
             self._count_loaded()
 

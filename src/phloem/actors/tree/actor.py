@@ -231,7 +231,7 @@ class TreeActor:
         return LATER
 
     def joiners(self) -> set[str]:
-        """Those who wait until somebody else has computed something, as long as it takes."""
+        """The owners who wait, without limit, until another request has computed what they need."""
         waiting = [one for joined in self._joined.values() for one in joined]
         return {who for who, reply in waiting if who and not reply.done and not reply.abandoned}
 
@@ -333,7 +333,7 @@ class TreeActor:
         return result
 
     def _guard(self, lease: Lease, writing: list[Fence], start: int, *, own: bool) -> None:
-        """What steps may still write, from token `start` on, is not evicted before they have ended.
+        """Protect what `writing` steps may still write, from token `start` on, until they end.
 
         Their caller's lease may end before, and need not cover the state, nor spans that its
         boundary does not need: a lease of our own does.
@@ -437,7 +437,7 @@ class TreeActor:
         return gone
 
     def _on_make_room(self, message: m.MakeRoom) -> None:
-        """What is leaving already counts as room to come: it is not evicted for a second time."""
+        """Evict what is short for an allocation; what is leaving already counts as room to come."""
         assert self._allocator is not None
         if self.border is not None:
             enough = self.border.make_room(message)

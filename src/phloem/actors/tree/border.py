@@ -116,7 +116,7 @@ class Border:
     # -- clearing a frame ----------------------------------------------------------------------
 
     def _on_move_border(self, message: m.MoveBorder) -> None:
-        """A state would find no frame; or what was freed for one is there; or a copy has ended."""
+        """Sent when a state would find no frame, when what was freed is there, after each copy."""
         del message
         frames, waits = self._ledger.frames, self._again
         self._again = False

@@ -6,7 +6,7 @@ __all__ = ["AuditFailed", "check"]
 
 
 class AuditFailed(AssertionError):
-    """What the tree keeps and what its structure says differ. Always a bug of the tree."""
+    """A figure that the tree keeps is not what its structure says. Always a bug of the tree."""
 
 
 def check(holds: bool, otherwise: str) -> None:

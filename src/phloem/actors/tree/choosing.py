@@ -19,14 +19,14 @@ Way = Literal["load", "recompute", "wait"]
 
 
 class Costs(Protocol):
-    """What things take, in seconds; None while that is not known."""
+    """How long loads and prefills take, in seconds; None while that is not known."""
 
     def load_s(self, pages: int, states: int) -> float | None:
-        """Of a load of so many pages and states from the host."""
+        """The time to load so many pages and states from the host."""
         ...
 
     def prefill_s(self, tokens: int, after: int) -> float | None:
-        """Of computing the tokens from `after` up to `tokens`."""
+        """The time to compute the tokens from `after` up to `tokens`."""
         ...
 
 

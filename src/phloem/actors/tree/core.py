@@ -296,7 +296,7 @@ class TreeCore:
         )
 
     def beyond_leaving(self, pages: int, states: int) -> tuple[int, int]:
-        """What is still short when everything has gone that is leaving the device."""
+        """How many of so many pages and states what is leaving the device will not give."""
         host = self.host
         if host is None:
             return pages, states
@@ -405,7 +405,7 @@ class TreeCore:
         return None, 0
 
     def _recall(self, key: TokenKey, walk: Walk, stop: int) -> Remembered:
-        """What is remembered of the key beyond the end of its walk."""
+        """What the record of evictions has of the key beyond the end of its walk, up to `stop`."""
         if walk.path:
             mark: int | None = mark_of(walk.path[-1])
         else:

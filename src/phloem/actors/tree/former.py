@@ -25,7 +25,7 @@ class _Freed:
         self.host_pages, self.host_states = array("i"), array("i")
 
     def actions(self) -> Iterator[Action]:
-        """What gives them back: first the device's, then the host's."""
+        """The actions that free them: first on the device, then on the host."""
         if self.pages:
             yield FreeDeviceSlots("kv", self.pages, TREE)
         if self.states:

@@ -43,7 +43,7 @@ def mark_of(node: Node) -> int:
 
 
 class Remembered(msgspec.Struct, frozen=True, gc=False):
-    """What is known of data that are not in the tree, in bytes of the key.
+    """The past of data that are not in the tree; lengths are in bytes of the key.
 
     `evicted` were there and went at use `at` to make room for `by`. `forgotten`: what follows was
     probably there too, but its record has gone.

@@ -62,7 +62,7 @@ class Fallen(NamedTuple):
 
 
 class Journal:
-    """What happened to nodes and operations since it was taken last, in order."""
+    """The changes of nodes and operations since they were last taken, in order."""
 
     def __init__(self) -> None:
         self.dropped: list[Dropped] = []
@@ -266,7 +266,7 @@ class JournaledTree(Tree):
 
     @cached_property
     def journal(self) -> Journal:
-        """What changed since it was last read; made before the first change."""
+        """The record of changes; it exists before the first change."""
         return Journal()
 
     def new_radix(self, page_size: int, spans: int) -> Radix:

@@ -27,7 +27,7 @@ class MovingTree(LoadingTree):
 
     @cached_property
     def _holds(self) -> dict[int, list[Lease]]:
-        """By operation: what protects the pages that it copies."""
+        """By operation: the leases that protect the pages that it copies."""
         return {}
 
     def track_pages(self, count: int) -> None:

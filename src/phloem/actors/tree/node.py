@@ -33,7 +33,7 @@ NO_SLOT = 0  # slot 0 of a pool is never granted, so it can stand for "none"
 
 
 class Span(msgspec.Struct, gc=False, eq=False):
-    """What a node has of one span component: device pages along the last part of its edge.
+    """The part of a node that is of one span component: device pages of the end of its edge.
 
     `leases` counts those that need some of it; `stamp` is the latest use of it.
     """
@@ -44,7 +44,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
 
 
 class HostPart(msgspec.Struct, gc=False, eq=False):
-    """What a node has to do with the host tier, for as long as it has.
+    """The part of a node that concerns the host tier; nodes without any have none.
 
     `page_ids` and `state` are its copies there, `b""` and `NO_SLOT` when there are none. The other
     numbers name the operations that bring data to the host (backups) or to the device (loads); 0:

@@ -144,7 +144,7 @@ class Operations:
         return operation
 
     def end(self, operation: Operation, *, answered: bool = False) -> None:
-        """It is over. `answered`: no answer to its reservation is on its way any more."""
+        """End an operation. `answered`: no answer to its reservation is on its way any more."""
         if operation.phase == "planned" and not answered:
             self.dropped[operation.number] = operation.target
         operation.step("ended")
@@ -159,7 +159,7 @@ class Operations:
         return sum(len(one.page_ids) for one in loads), sum(bool(one.slot) for one in loads)
 
     def divide(self, node: Node, upper: Node, pages: int) -> None:
-        """`node` was split after so many pages: what is under way over it concerns both parts."""
+        """Divide what is under way over `node`, just split after `pages`, between its parts."""
         part = node.host
         assert part is not None
         for number in (part.kv_backup, part.kv_load):
@@ -170,7 +170,7 @@ class Operations:
                 pieces[node.id] = Piece(node, first + pages, count - pages)
 
     def over(self, node: Node) -> Iterator[tuple[Component, Tier, Operation]]:
-        """What is under way over one node."""
+        """The operations that copy data of one node: for each, of what kind, to which tier."""
         part = node.host
         if part is None:
             return

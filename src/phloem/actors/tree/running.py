@@ -99,7 +99,7 @@ class Running:
         return key.root, offset, page
 
     def leader_of(self, lease: Lease) -> tuple[Lease, int] | None:
-        """Who computes ahead of `lease`, and up to which grid position their keys are equal."""
+        """Who computes what `lease` needs, if anybody, and up to which grid position."""
         place = lease.running_at
         if place is None:
             return None

@@ -282,7 +282,7 @@ class Tree(LeasingTree):
         return leaf
 
     def _follow_up(self, node: Node, actions: Actions) -> None:
-        """What an insert that ends at `node` has others do besides taking back duplicates."""
+        """After an insert that ends at `node`: plan backups, and apply the cap for its path."""
         if self.host is not None and node.parent is not None:
             self._plan_backups(node.parent, actions)
         if self.placement.max_states_per_path is not None:
