@@ -150,5 +150,5 @@ class NoRoom(PhloemError):
 
     @property
     def bytes_asked(self) -> int:
-        """What was asked of all pools, in bytes."""
+        """The bytes that were asked of all pools together."""
         return sum(pool.asked * pool.place_bytes for pool in self.figures)

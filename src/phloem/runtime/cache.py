@@ -122,7 +122,9 @@ class CacheRuntime(OpenRuntime):
         """Open a forward pass of `requests` on `stream`; see `Step`.
 
         With pools on a device there must be a stream, of the device: a worker made by
-        `worker_stream`, or torch's own.
+        `worker_stream`, or torch's own. Raises `StaleHandle` for a request that is over or of
+        another runtime, `InvalidRequest` for one that is suspended or named twice, and for a stream
+        that the runtime cannot use.
         """
         core = self.core
         for request in requests:

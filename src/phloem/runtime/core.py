@@ -125,7 +125,7 @@ class Core:
         self._ids = 0
 
     def _gives_back_by_itself(self) -> bool:
-        """Something will be free without anybody's doing: by a sweep, or a copy in flight."""
+        """Whether something will become free by itself: by a sweep, or a copy in flight."""
         border = self.tree_actor.border
         moves = border is not None and border.busy
         return self.tree.sweeping or bool(self.tree.operations.live) or moves
@@ -184,7 +184,7 @@ class Core:
         timeout: float | None = None,
         spans: tuple[int, ...] = (),
     ) -> Grant:
-        """Grant or `NoRoom`; a cancelled caller leaves nothing behind."""
+        """Grant places, or raise `NoRoom`. A cancelled caller leaves nothing behind."""
         pages, states = integer("pages", pages), integer("states", states)
         message = m.Allocate(pages, states, owner, account, wait, True, spans)
         if timeout is None:
@@ -414,5 +414,5 @@ def _granted(answer: object) -> Grant:
 
 
 def _left(wanted: int, asked: int, gone: int) -> int:
-    """What is still to go; nothing when less went than was asked for: there is no more."""
+    """How much of `wanted` is left to evict; 0 when less than `asked` went: there is no more."""
     return 0 if gone < asked else max(0, wanted - gone)

@@ -41,7 +41,7 @@ class Lease:
 
     @property
     def owner(self) -> str:
-        """Who asked for it."""
+        """The name that its taker gave."""
         return self.inner.owner
 
     @property
@@ -72,7 +72,10 @@ class Lease:
         self.release_after(self._core)
 
     def release_after(self, core: Core, fences: tuple[Fence, ...] = ()) -> None:
-        """For `CacheRuntime.release`: give the lease up once all `fences` have passed."""
+        """For `CacheRuntime.release`: give the lease up once all `fences` have passed.
+
+        Raises `StaleHandle` when it was released before, or is of another runtime.
+        """
         if core is not self._core:
             raise StaleHandle(f"{self} is of another runtime")
         if self.released:

@@ -79,7 +79,7 @@ def _ends(core: Core, what: str, seconds: float | None) -> int:
 
 
 def undo_lease(core: Core) -> Callable[[object], None]:
-    """What to do with a lease that nobody is left to hear of."""
+    """A function that releases a lease whose taker left before it had it."""
 
     def undo(answer: object) -> None:
         lease, _ = lease_and_match(answer)

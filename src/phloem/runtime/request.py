@@ -294,7 +294,8 @@ class Request(Arriving):
         """Open a suspended request again on the deepest boundary of what it had.
 
         It stands where it stood when it was opened: `allocate` and `ready` come next, and what is
-        not cached any more is computed again. A cancelled caller leaves it suspended.
+        not cached any more is computed again. A cancelled caller leaves it suspended. Raises
+        `InvalidRequest` if it is not suspended, `StaleHandle` once it is over.
         """
         self._core.check_open()
         if self._over:
@@ -309,7 +310,7 @@ class Request(Arriving):
 
     @property
     def _may_load_now(self) -> bool:
-        """It holds nothing that would stand in the way, and nobody waits who comes first."""
+        """Whether it may load: it holds nothing of its own, and nobody waits for room before it."""
         return self._holding.is_bare and not self._core.ledger.waiting
 
     async def _load_after_all(self) -> None:

@@ -44,7 +44,7 @@ class Begun(NamedTuple):
 
 
 class Standing:
-    """What all parts of a request work on; see `Request`."""
+    """The state of a request that all its parts work on; see `Request`."""
 
     def __init__(self, core: Core, opened: m.Open, lease: TreeLease, match: Match) -> None:
         match = standing_on(lease, match)  # a load may have failed since the answer was given

@@ -98,7 +98,7 @@ class SyncRequest:
 
     @property
     def id(self) -> str:
-        """Its name."""
+        """The name of the request."""
         return self.inner.id
 
     @property
@@ -151,7 +151,7 @@ class SyncRequest:
         self._drive(self.inner.wait_on(stream, layer=layer))
 
     def landing(self) -> Landing:
-        """What a pass can wait for layer by layer; what runs is provisional."""
+        """The copies that a pass can wait for, layer by layer; what it computes is provisional."""
         return self._drive(self.inner.landing())
 
     def advance(self) -> Match:
@@ -415,7 +415,7 @@ class SyncCacheRuntime(_Facade):
         return len(ours) < len(left) or core.transfer.goes_on_without(ours)
 
     def _in_vain(self) -> NoRoom | InvalidRequest:
-        """What is said to a call that would wait for ever."""
+        """The error for a call that would wait for ever."""
         allocator = self.inner.core.allocator
         asked = next(allocator.queue(), None)
         if asked is not None:

@@ -36,7 +36,7 @@ class _Rate:
 
 
 class Estimates:
-    """What a load and a prefill take. Rates that are given (above 0) stand; others are measured.
+    """The times of loads and prefills. Rates that are given (above 0) stand; others are measured.
 
     With the model's `geometry` a token takes longer the more stand before it, as its FLOPs do; the
     rate of prefills is then that of the first tokens. Without, all tokens take the same.
@@ -65,12 +65,12 @@ class Estimates:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Of tokens that have none before them. None: not known yet."""
+        """The rate for tokens that have none before them; None while it is not known."""
         return self._prefill.value
 
     @property
     def load_bytes_per_s(self) -> float | None:
-        """None: not known yet."""
+        """The rate of loads from the host; None while it is not known."""
         return self._load.value
 
     def load_s(self, pages: int, states: int) -> float | None:
@@ -85,12 +85,12 @@ class Estimates:
         return None if rate is None else self._work(max(tokens, after), after) / rate
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """A load took so long."""
+        """Count a load of so many bytes that took so long."""
         if nbytes and seconds > 0:
             self._load.measured(nbytes, seconds)
 
     def computed(self, spans: Sequence[tuple[int, int]], launched: float, over: float) -> None:
-        """A pass over these spans of tokens was launched, and over, at seconds of one clock.
+        """Count a pass over these spans of tokens, launched and over at these seconds of one clock.
 
         A span is where a request stood before and where after. Passes run one after another: one
         that waited for the one before began when that was over.
@@ -102,5 +102,5 @@ class Estimates:
             self._prefill.measured(work, over - began)
 
     def _work(self, tokens: int, after: int) -> float:
-        """Of the tokens from `after` up to `tokens`; a token without any before it is 1."""
+        """The work of the tokens from `after` up to `tokens`; that of a first token is 1."""
         return tokens - after + self._squared * (tokens * tokens - after * after)

@@ -33,7 +33,7 @@ _CONV_BYTES = 2  # convolution windows are kept in 16 bits
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """What every kind of layer tells; a layer costs nothing unless its kind says so."""
+    """The costs that every kind of layer has; all are 0 unless its kind says otherwise."""
 
     @property
     def linear(self) -> float:
@@ -47,12 +47,12 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes(self) -> int:
-        """Cached for each token."""
+        """Bytes cached for each token."""
         return 0
 
     @property
     def state_bytes(self) -> int:
-        """Cached for each checkpoint."""
+        """Bytes cached for each checkpoint."""
         return 0
 
 
@@ -132,7 +132,7 @@ class SlidingWindow(Attention, frozen=True, kw_only=True):
 
     @property
     def kv_bytes(self) -> int:
-        """Nothing that grows."""
+        """0: nothing in it grows with the tokens."""
         return 0
 
     @property
@@ -275,7 +275,7 @@ class Mlp(Layer, frozen=True, kw_only=True):
 
     @property
     def linear(self) -> float:
-        """Its matrices."""
+        """FLOPs of its matrices, for each token."""
         return 2.0 * self.hidden * self.inner * (3 if self.gated else 2)
 
 

@@ -8,7 +8,7 @@ __all__ = ["Geometry"]
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """What caching a model's prefixes costs and saves.
+    """The costs and savings of caching a model's prefixes.
 
     `kv_bytes` a token and `state_bytes` a checkpoint, over all layers; a prefill of `l` tokens from
     nothing takes `flops_linear * l + flops_quadratic * l**2`.
@@ -21,7 +21,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     flops_quadratic: float
 
     def flops(self, tokens: int, after: int = 0) -> float:
-        """Of a prefill of the tokens from `after` up to `tokens`."""
+        """FLOPs of a prefill of the tokens from `after` up to `tokens`."""
         return self.flops_linear * (tokens - after) + self.flops_quadratic * (
             tokens * tokens - after * after
         )

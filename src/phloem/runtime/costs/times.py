@@ -56,7 +56,7 @@ class PrefillTimes(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def seconds(self, tokens: int, after: int = 0) -> float:
-        """Of a prefill of the tokens from `after` up to `tokens`, which are there already."""
+        """Seconds of a prefill of the tokens from `after`, which are cached, up to `tokens`."""
         if tokens <= after:
             return 0.0
         squares = tokens * tokens - after * after
@@ -70,11 +70,11 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        """Of one copy."""
+        """Seconds of one copy of so many bytes."""
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
 
     def load_s(self, geometry: Geometry, tokens: int) -> float:
-        """Of a load of the KV of so many tokens and the state at their end."""
+        """Seconds of a load of the KV of so many tokens and the state at their end."""
         return self.seconds(tokens * geometry.kv_bytes + geometry.state_bytes)
 
 

@@ -39,20 +39,20 @@ class BareRequest:
         self._pages, self.state_slot = await self._cache.take(tokens, wait)
 
     async def ready(self) -> None:
-        """Nothing is loaded; the slot was cleared when it was taken."""
+        """Return at once: nothing is loaded, and the slot was cleared when it was taken."""
 
     async def landing(self) -> Landing:
-        """Nothing is on its way."""
+        """A landing of nothing, since nothing is on its way."""
         return Landing((), ())
 
     async def advance(self) -> None:
-        """Nobody publishes."""
+        """Do nothing: nobody publishes."""
 
     async def checkpoint(self) -> None:
         """Nothing is kept."""
 
     async def finish(self, *, publish: Literal["all", "prompt", "none"] = "none") -> None:
-        """Nothing is kept, whatever `publish` says."""
+        """Do nothing: nothing is kept, whatever `publish` says."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More tokens to compute."""

@@ -229,7 +229,7 @@ class HybridServer(Generic[R]):
         )
 
     def _check_open(self) -> None:
-        """Nobody decodes for a server that is closed: who finds out has to leave."""
+        """Raise if the server is closed: nobody decodes for a request any more."""
         if self._loop_task is None:
             raise RuntimeClosed("the server is not running")
 

@@ -181,14 +181,14 @@ class Counts:
             self.taken_over_tokens += event.reused - usable
 
     def _lease_ended(self, event: LeaseEnded) -> None:
-        """Of a request whose caller left before it had it, nothing else tells the end."""
+        """Forget a request whose caller left before it had it: no other event tells its end."""
         of_request = self._leases.get(event.request) == event.lease and not event.state_only
         if of_request and event.request not in self._suspended:
             _add(self.requests_ended, "aborted", 1)
             self._forget(event.request)
 
     def _forget(self, request: str) -> int | None:
-        """It is over; what it could reuse when it was opened, if that was told."""
+        """Forget a request that is over; returns what it could reuse when opened, if known."""
         self._suspended.discard(request)
         self._leases.pop(request, None)
         return self._usable.pop(request, None)

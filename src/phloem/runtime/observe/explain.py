@@ -262,7 +262,7 @@ class _Story:
             self._later.append(f"{after}: {event.how}, computed {event.computed}{over}")
 
     def explanation(self) -> Explanation:
-        """All of it."""
+        """The whole explanation."""
         event = self.opened
         assert event is not None
         usable = event.usable - self._fallen

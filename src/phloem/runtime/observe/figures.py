@@ -374,14 +374,14 @@ class Figures:
             self.note_request(request)
 
     def _on_lease_ended(self, event: LeaseEnded) -> None:
-        """Of a request whose caller left before it had it, nothing else tells the end."""
+        """Forget a request whose caller left before it had it: no other event tells its end."""
         if self._leases.get(event.request) == event.lease and not event.state_only:
             request = self._ends(event.request, "aborted")
             if request is not None:
                 self.note_request(request)
 
     def _ends(self, name: str, how: str) -> RequestSpan | None:
-        """It does not run any more; None if nobody knew that it did."""
+        """Take a request out of those that run; None if it was not one of them."""
         self._leases.pop(name, None)
         request = self.running.pop(name, None)
         if request is not None:

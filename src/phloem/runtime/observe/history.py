@@ -187,7 +187,7 @@ class History:
         return path[::-1]
 
     def owner(self, pool: str, place: int) -> str:
-        """Who owns a place: `free`, `parked`, `tree`, or a grant's owner."""
+        """The owner of a place: `free`, `parked`, `tree`, or who has the grant."""
         return self._name(pool, self.owners[pool][place])
 
     def _name(self, pool: str, owner: int) -> str:

@@ -96,7 +96,7 @@ class _Report:
         self._asked = self._reused + sum(sum(rows) for rows in gathered.lost.values())
 
     def page(self) -> str:
-        """All of it."""
+        """The whole page."""
         sections = [
             ("reuse", "What was reused, and what was lost", self._reuse()),
             ("pools", "Who holds the pools", self._pools()),

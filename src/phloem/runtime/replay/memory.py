@@ -48,11 +48,11 @@ class OneBudget:
         self.state_bytes = state_bytes
 
     def bytes_of(self, pages: int, states: int) -> int:
-        """What so much weighs."""
+        """The bytes of so many pages and states."""
         return pages * self.page_bytes + states * self.state_bytes
 
     def longest(self, pages: int) -> int:
-        """All of it; whether that fits is seen later."""
+        """The pages of `pages` to try to keep: all; whether they fit is seen later."""
         return pages
 
     def could_fit(self, pages: int, states: int) -> bool:

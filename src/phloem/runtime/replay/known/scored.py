@@ -34,21 +34,21 @@ class _OneChildAtMost(Watching):
         self.block_size = block_size
 
     def score(self, node: Node) -> Score:
-        """Of a candidate."""
+        """The score of a candidate; the lowest goes first."""
         raise NotImplementedError
 
     def kv_score(self, node: Node, /) -> Score:
-        """Of a leaf; among equals it goes before an inner node."""
+        """The score of a leaf; among equals it goes before an inner node."""
         return self.score(node)
 
     def state_score(self, node: Node, /) -> Score:
-        """Of any node; of a leaf as of its KV, with which it goes."""
+        """The score of a state; for a leaf that of its KV, since they go together."""
         if node.children is not None and len(node.children) > 1:
             return KEEP
         return self.score(node)
 
     def flops_saved(self, node: Node) -> float:
-        """What the state at the node's end saves beyond the one above it."""
+        """FLOPs that the state at the node's end saves beyond those up to its parent's end."""
         above = node.parent.end if node.parent is not None else 0
         return self.geometry.flops(node.end * self.block_size, above * self.block_size)
 
