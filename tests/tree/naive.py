@@ -1,25 +1,24 @@
 """A cache so simple that it is obviously right, and a run that compares the tree with it.
 
 It keeps one entry for each known prefix of whole pages and recomputes everything from them: no
-nodes, no splits, no counters. Which of several candidates an eviction takes is the policy's; what
-it may take, and how much, is checked.
+nodes, no splits, no counters. What an eviction may take is checked, how much, and what goes first,
+by the definitions of recency and of the policy.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tree.fourth import Block
+from tree.recency import Prefix, Uses
 from tree.support import CALLER, World
 
 from phloem.actors.actions import TREE, Action, FreeDeviceSlots, Ids
 from phloem.actors.tree import Lease, Match, Namespace, TokenKey
 from phloem.actors.tree.keys import TOKEN_BYTES
 from phloem.actors.tree.node import NO_SLOT, Node
-
-Prefix = tuple[tuple[str, str, bytes], bytes]
 
 
 class Holding(NamedTuple):
@@ -54,6 +53,7 @@ class Compared:
         self.kv: dict[Prefix, int] = {}
         self.states: dict[Prefix, int] = {}
         self.evicted: set[Prefix] = set()  # were there, and have not come back
+        self.uses = Uses()
         self.held: list[Holding] = []  # of this generation
         self.former: list[Lease] = []
 
@@ -105,14 +105,12 @@ class Compared:
                 needed.update(one)
         return out
 
+    def _path(self, end: Prefix) -> list[Prefix]:
+        root, data = end
+        return [(root, data[:at]) for at in range(self.page_bytes, len(data) + 1, self.page_bytes)]
+
     def _protected(self) -> set[Prefix]:
-        step = self.page_bytes
-        return {
-            (root, data[:at])
-            for holding in self.held
-            for root, data in [holding.boundary]
-            for at in range(step, len(data) + 1, step)
-        }
+        return {prefix for holding in self.held for prefix in self._path(holding.boundary)}
 
     def _protected_states(self) -> set[Prefix]:
         return {one.boundary for one in self.held if one.takes_state} & self.states.keys()
@@ -166,6 +164,7 @@ class Compared:
         assert lease.boundary == match.usable == len(expected[1]) // TOKEN_BYTES
         self.world.check_content(lease)
         self.held.append(Holding(lease, expected, self.stateful, opened))
+        self.uses.acquired(self._path(expected))
         self.compare()
 
     def fork(self, number: int) -> None:
@@ -191,6 +190,8 @@ class Compared:
         if len(expected[1]) // TOKEN_BYTES > beyond:
             assert lease.boundary == match.usable
             self.world.check_content(lease)
+            if holding.takes_state:
+                self.uses.state_used(holding.boundary)
             self.held[number] = holding._replace(boundary=expected, takes_state=self.stateful)
         self.compare()
 
@@ -244,6 +245,8 @@ class Compared:
         for prefix, page in zip(mine, pages, strict=True):
             self.kv.setdefault(prefix, page)
             self.evicted.discard(prefix)
+        if prefixes:
+            self.uses.inserted(prefixes, len(prefixes) - len(mine))
         if not swap:
             kept = pages[: len(reused)]
             world.kv.move(kept, CALLER, None)
@@ -251,13 +254,16 @@ class Compared:
             self._publish_spans(end, mine[-tail:], spans, swap)
         if state and prefixes:
             self.states.setdefault(end, slot)
-        if holding is not None and number is not None:
-            if release:
-                assert not holding.lease.live
-                del self.held[number]
-            elif prefixes:
-                self.held[number] = holding._replace(boundary=end)
+            self.uses.state_used(end)
+        if holding is not None and number is not None and prefixes:
+            if holding.takes_state and end != holding.boundary:
+                self.uses.state_used(holding.boundary)
+            holding = self.held[number] = holding._replace(boundary=end)
+        if release and holding is not None and number is not None:
+            assert not holding.lease.live
+            self._rests(self.held.pop(number))
         self._forget_excess(world.log[logged:], slot)
+        self._join()
         self.compare()
 
     def _publish_spans(
@@ -318,9 +324,10 @@ class Compared:
         if victim is not None:
             first = world.log[logged]
             assert isinstance(first, FreeDeviceSlots)
-            assert first.ids[-1] == victim, "not the least recently used"
+            assert first.ids[-1] == victim, f"another goes before it under {world.tree.policy.name}"
         gone = [action for action in world.log[logged:] if isinstance(action, FreeDeviceSlots)]
         self._forget(gone, pages, states, spans)
+        self._join()
         self.compare()
 
     def use_policy(self, name: str) -> None:
@@ -334,11 +341,36 @@ class Compared:
         index = tree.kv_index if pages else tree.state_index if states else None
         if index is None or index._unscored or not tree.policy.rises_only:
             return None
-        nodes: list[Node] = [node for node in tree.radix if index.eligible(node)]
-        if not nodes:
+        inner = {(root, data[: -self.page_bytes]) for root, data in self.kv}
+        kv = self.kv.keys() - inner - self._protected()
+        free = kv if pages else self.states.keys() - self._protected_states()
+        found: list[tuple[tuple[int, ...], int, Node]] = []
+        for node, path in self._nodes():
+            assert index.eligible(node) == (path[-1] in free)
+            if path[-1] in free:
+                score = self.uses.score(tree.policy, node, path, state=not pages)
+                found.append((score or (index.score(node),), node.id, node))
+        if not found:
             return None
-        node = min(nodes, key=lambda node: (index.score(node), node.id))
+        node = min(found)[2]
         return node.pages[-1] if pages or tree.kv_index.eligible(node) else node.state
+
+    def _join(self) -> None:
+        """Where nodes were joined they are one from now on, whose parts no use tells apart."""
+        for _, path in self._nodes():
+            self.uses.as_one(path)
+
+    def _nodes(self) -> Iterator[tuple[Node, list[Prefix]]]:
+        """All nodes of the tree, each with the prefixes that end with its pages."""
+        tree = self.world.tree
+        for name, root in tree.radix.roots.items():
+            waiting: list[tuple[Node, bytes]] = [(root, b"")]
+            while waiting:
+                node, above = waiting.pop()
+                data = above + node.edge
+                if node is not root:
+                    yield node, self._path((name, data))[-len(node.pages) :]
+                waiting.extend((child, data) for child in (node.children or {}).values())
 
     def _forget(
         self, gone: list[FreeDeviceSlots], pages: int, states: int, spans: Sequence[int]
@@ -356,6 +388,7 @@ class Compared:
         for prefix in lost_kv:
             del self.kv[prefix]
             self.evicted.add(prefix)
+            self.uses.gone(prefix)
         for prefix in lost_states:
             del self.states[prefix]
         for held, needed, pool in zip(
@@ -369,8 +402,16 @@ class Compared:
             assert len(data) == self.page_bytes or (_, data[: -self.page_bytes]) in self.kv
 
     def release(self, number: int) -> None:
-        self.world.tree.release(self.held.pop(number).lease)
+        holding = self.held.pop(number)
+        self.world.tree.release(holding.lease)
+        self._rests(holding)
         self.compare()
+
+    def _rests(self, holding: Holding) -> None:
+        """A lease has ended, and with it a use of what it protected."""
+        if holding.takes_state:
+            self.uses.state_used(holding.boundary)
+        self.uses.released(self._path(holding.boundary))
 
     def release_former(self) -> None:
         if self.former:
@@ -380,6 +421,7 @@ class Compared:
         holding = self.held[number]
         if holding.lease.has_state:
             self.world.tree.release_state(holding.lease)
+            self.uses.state_used(holding.boundary)
             self.held[number] = holding._replace(takes_state=False)
         self.compare()
 
@@ -389,6 +431,7 @@ class Compared:
         self.kv, self.states, self.held = {}, {}, []
         self.spans = [{} for _ in self.needs]
         self.evicted.clear()
+        self.uses.clear()
         if sweep:
             self.world.sweep()
         self.compare()
@@ -424,19 +467,12 @@ class Compared:
         kv: dict[Prefix, int] = {}
         states: dict[Prefix, int] = {}
         spans: list[dict[Prefix, int]] = [{} for _ in self.spans]
-        for name, root in tree.radix.roots.items():
-            waiting: list[tuple[Node, bytes]] = [(root, b"")]
-            while waiting:
-                node, above = waiting.pop()
-                data = above + node.edge
-                for number, page in enumerate(node.pages, 1):
-                    kv[name, above + node.edge[: number * self.page_bytes]] = page
-                if node.state != NO_SLOT:
-                    states[name, data] = node.state
-                for held, span in zip(spans, tree.spans, strict=True):
-                    for back, page in enumerate(reversed(span.held(node))):
-                        held[name, data[: len(data) - back * self.page_bytes]] = page
-                waiting.extend((child, data) for child in (node.children or {}).values())
+        for node, path in self._nodes():
+            kv.update(zip(path, node.pages, strict=True))
+            if node.state != NO_SLOT:
+                states[path[-1]] = node.state
+            for held, span in zip(spans, tree.spans, strict=True):
+                held.update(zip(reversed(path), reversed(span.held(node)), strict=False))
         assert kv == self.kv
         assert states == self.states
         assert spans == self.spans
