@@ -294,6 +294,33 @@ async def test_on_its_own_loop_a_blocking_call_is_refused() -> None:
             blocking.match(PREFIX)
 
 
+async def test_a_blocking_facade_is_of_the_loop_that_the_runtime_was_opened_in() -> None:
+    """In any other its calls would never be answered."""
+    other = asyncio.new_event_loop()
+    try:
+        runtime = CacheRuntime(CONFIG)
+        early = BlockingCacheRuntime(runtime, other)
+        async with runtime:
+            for call in (
+                lambda: early.match(PREFIX),
+                lambda: BlockingCacheRuntime(runtime, other),
+            ):
+                with pytest.raises(InvalidRequest, match="another event loop"):
+                    await asyncio.to_thread(call)
+    finally:
+        other.close()
+
+
+def test_a_facade_without_a_loop_before_it_is_opened() -> None:
+    cache = SyncCacheRuntime(CONFIG)
+    for call in (cache.poll, lambda: cache.match(PREFIX), cache.stats):
+        with pytest.raises(RuntimeClosed, match="not open"):
+            call()
+    cache.close()
+    with pytest.raises(InvalidRequest, match="opened before"):
+        cache.open()
+
+
 async def test_one_error_for_all_calls_keeps_no_frames() -> None:
     """A runtime that has stopped raises the same error whoever calls, however often."""
     async with CacheRuntime(CONFIG) as cache:

@@ -31,6 +31,7 @@ from phloem import (
     StaleHandle,
     TokenKey,
 )
+from phloem.actors.tree.policies import Lru
 from phloem.cuda_streams.engine import Post
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.events import LeaseLeaked
@@ -71,6 +72,8 @@ BAD_TOKENS: dict[str, Any] = {
     "nested": [[1, 2], [3, 4]],
     "nothing": None,
     "number": 7,
+    "set": {1, 2, 3},
+    "dict": {1: 2},
 }
 
 
@@ -114,9 +117,53 @@ async def test_bad_openings(inline: bool) -> None:
             lambda: cache.open_request(PROMPT, priority=1, keep_for=nan),
             lambda: cache.open_request(PROMPT, marks=[ContentMark(10, 9, b"x" * 8)]),
             lambda: cache.open_request(PROMPT, marks=[ContentMark(-1, 2, b"x" * 8)]),
+            lambda: cache.open_request(PROMPT, marks=[(0, 9, b"x" * 8)]),  # type: ignore[list-item]  # on purpose
+            lambda: cache.open_request(PROMPT, marks=[ContentMark(0, 9, "x" * 8)]),  # type: ignore[arg-type]  # on purpose
+            lambda: cache.open_request(PROMPT, priority=101),
+            lambda: cache.open_request(PROMPT, session="s", session_ttl="long"),  # type: ignore[arg-type]  # on purpose
+            lambda: cache.request(PROMPT, join=True, join_timeout=nan).__aenter__(),
+            lambda: request.join(timeout="long"),  # type: ignore[arg-type]  # on purpose
+            lambda: request.allocate(1, timeout=nan),
+            lambda: cache.allocate(pages=1, timeout="long"),  # type: ignore[arg-type]  # on purpose
+            lambda: cache.step(request),  # type: ignore[arg-type]  # on purpose
+            lambda: cache.step(["r"]),  # type: ignore[list-item]  # on purpose
+            lambda: cache.release(None),  # type: ignore[arg-type]  # on purpose
+            lambda: cache.use_policy(Lru),  # type: ignore[arg-type]  # the class, on purpose
+            lambda: cache.use_policy(None),  # type: ignore[arg-type]  # on purpose
             lambda: cache.nowait.match(TokenKey.of(PROMPT), namespace=Namespace("other")),
             lambda: cache.nowait.admit_many([Admission(PROMPT, 1), Admission(PROMPT, -1)]),
             lambda: cache.nowait.admit_many([Admission(PROMPT, 1), Admission(PROMPT, 1, 0.5)]),  # type: ignore[arg-type]  # on purpose
+        ]
+        for call in calls:
+            await refused(here, InvalidRequest, call)
+        request.abort()
+
+
+BAD_NAMES: dict[str, Any] = {"number": 3, "bytes": b"a", "half_a_character": "a\ud800"}
+
+
+@pytest.mark.parametrize("bad", BAD_NAMES)
+async def test_names_are_text_that_a_log_can_hold(bad: str, inline: bool) -> None:
+    name = BAD_NAMES[bad]
+    async with house(inline=inline) as here:
+        cache = here.cache
+        request = await cache.open_request(PROMPT)
+        calls: list[Callable[[], object]] = [
+            lambda: cache.open_request(PROMPT, id=name),
+            lambda: cache.open_request(PROMPT, session=name),
+            lambda: request.fork(name),
+            lambda: cache.close_session(name),
+            lambda: cache.acquire(PROMPT, owner=name),
+            lambda: cache.allocate(pages=1, owner=name),
+            lambda: cache.nowait.acquire(PROMPT, owner=name),
+            lambda: cache.nowait.allocate(pages=1, owner=name),
+            lambda: cache.nowait.admit_many([Admission(PROMPT, 1), Admission(PROMPT, 1, 0, name)]),
+            lambda: cache.match(PROMPT, namespace=name),
+            lambda: cache.match(PROMPT, namespace=Namespace(name)),
+            lambda: cache.match(PROMPT, namespace=Namespace("", name)),
+            lambda: cache.match(PROMPT, namespace=("a", "b")),  # type: ignore[arg-type]  # on purpose
+            lambda: cache.prefetch(PROMPT, namespace=name),
+            lambda: cache.explain(PROMPT, namespace=name),
         ]
         for call in calls:
             await refused(here, InvalidRequest, call)
@@ -487,7 +534,6 @@ async def test_use_before_opening_and_after_closing(inline: bool) -> None:
         lambda: request.allocate(1),
         request.finish,
         lambda: step.launched({request: 4}),
-        lambda: cache.release(grant),
     ]
     for call in requests:
         with pytest.raises((RuntimeClosed, StaleHandle)):
@@ -497,6 +543,7 @@ async def test_use_before_opening_and_after_closing(inline: bool) -> None:
     request.abort()
     step.abandon()
     lease.release()  # there is nothing left to release
+    cache.release(grant)
     with pytest.raises(InvalidRequest):
         await cache.open()
 
@@ -550,7 +597,9 @@ def test_a_model_without_states_needs_no_slots() -> None:
     assert CacheConfig(layout=ATTENTION, device_states=0).components == ("kv",)
 
 
-async def test_a_runtime_that_does_not_open_leaves_no_thread(inline: bool) -> None:
+async def test_a_runtime_that_does_not_open_leaves_no_thread(
+    inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed: list[bool] = []
 
     class Engine(ThreadEngine):
@@ -561,12 +610,21 @@ async def test_a_runtime_that_does_not_open_leaves_no_thread(inline: bool) -> No
     def engine(post: Post) -> ThreadEngine:
         return Engine(post)
 
+    def unmade(*parts: object) -> None:
+        raise MemoryError(f"no room to wire {len(parts)} parts")
+
     config = CacheConfig(layout=HYBRID, page_size=PAGE, state_chunk=PAGE, inline=inline)
-    pools = DevicePools.allocate(ATTENTION, pages=4, states=0, page_size=PAGE)
-    cache = CacheRuntime(config, pools=pools, engine=engine)
-    with pytest.raises(InvalidRequest, match="state pool"):
+    cache = CacheRuntime(config, engine=engine)
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr("phloem.runtime.lifetime.Core", unmade)
         await cache.open()
     assert closed == [True]
+    with pytest.raises(InvalidRequest, match="not a sink"):
+        CacheRuntime(config, events="events.jsonl")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(InvalidRequest, match="other layers"):
+        CacheRuntime(
+            config, pools=DevicePools.allocate(ATTENTION, pages=4, states=2, page_size=PAGE)
+        )
     with pytest.raises(InvalidRequest, match="pages of"):
         CacheRuntime(
             config, pools=DevicePools.allocate(HYBRID, pages=4, states=2, page_size=PAGE + 1)

@@ -13,14 +13,14 @@ from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
 from phloem.actors.domain import nothing_to_undo
 from phloem.actors.tree.dump import Dump
-from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
+from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens, name_of
 from phloem.actors.tree.policies import Policy
 from phloem.actors.tree.results import TreeFigures
 from phloem.actors.tree.tree import Evicted, InsertResult, Match
 from phloem.cuda_streams.engine import Stream
 from phloem.cuda_streams.workers import WorkerStream
 from phloem.errors import InvalidRequest, StaleHandle
-from phloem.runtime.checks import integer
+from phloem.runtime.checks import integer, seconds
 from phloem.runtime.core import Core
 from phloem.runtime.lease import Lease
 from phloem.runtime.lifetime import OpenRuntime
@@ -78,6 +78,8 @@ class CacheRuntime(OpenRuntime):
         `options` are those of `RequestOptions`. `join` first waits, up to `join_timeout` seconds,
         for another request that is computing the same prefix (see `Request.join`).
         """
+        if join_timeout is not None:
+            seconds("join_timeout", join_timeout)
         request = await self._open_request(tokens, options, join=join)
         try:
             if join:
@@ -114,7 +116,9 @@ class CacheRuntime(OpenRuntime):
     async def close_session(self, name: str) -> bool:
         """End a session; False when there was none. What it kept becomes ordinary cache."""
         core = self.core
-        return bool(await core.domain.call(core.tree_actor, m.CloseSession(name)))
+        return bool(
+            await core.domain.call(core.tree_actor, m.CloseSession(name_of("session", name)))
+        )
 
     def step(
         self, requests: Sequence[Request], *, stream: Stream | torch.Stream | None = None
@@ -127,8 +131,10 @@ class CacheRuntime(OpenRuntime):
         that the runtime cannot use.
         """
         core = self.core
+        if isinstance(requests, Request):
+            raise InvalidRequest("a step is of a list of requests, also if there is only one")
         for request in requests:
-            if core.requests.get(request.id) is not request:
+            if core.requests.get(_id_of(request)) is not request:
                 raise StaleHandle(f"{request} is not a live request of this runtime")
             request.check_open()  # of all, before any of them is told of the step
         if len({request.id for request in requests}) != len(requests):
@@ -187,7 +193,7 @@ class CacheRuntime(OpenRuntime):
         """Lease the deepest boundary; a cancelled caller leaves nothing behind."""
         core = self.core
         key = TokenKey.of(tokens, namespace)
-        message = m.Acquire(key, limit_of(key, whole), owner)
+        message = m.Acquire(key, limit_of(key, whole), name_of("owner", owner))
         acquired = await core.domain.call(core.tree_actor, message, undo_lease(core))
         return Lease(core, *lease_and_match(acquired))
 
@@ -226,6 +232,7 @@ class CacheRuntime(OpenRuntime):
         """
         core = self.core
         counts = core.span_counts(spans)
+        name_of("owner", owner)
         return await core.allocate(pages, states, owner, wait=wait, timeout=timeout, spans=counts)
 
     async def insert(
@@ -276,9 +283,10 @@ class CacheRuntime(OpenRuntime):
     def release(self, handle: Lease | Grant, *, after: Step | None = None) -> None:
         """Give back a lease, or what is left of a grant. A plain function that always fits.
 
-        Raises `StaleHandle` for a lease released before and for another runtime's handles.
+        After `close` nothing is left to give back. Raises `StaleHandle` for what was released
+        before and for another runtime's handles.
         """
-        release_handle(self.core, handle, after)
+        release_handle(self._core_of_handles(), handle, after)
 
     # -- the whole -----------------------------------------------------------------------------
 
@@ -360,3 +368,9 @@ class CacheRuntime(OpenRuntime):
         generation = await core.domain.call(core.tree_actor, m.Reset())
         assert isinstance(generation, int)
         return generation
+
+
+def _id_of(request: object) -> str:
+    if not isinstance(request, Request):
+        raise InvalidRequest(f"a step is of requests; {request!r} is none")
+    return request.id

@@ -28,7 +28,7 @@ from phloem.cuda_streams.engine import CopyEngine, Fence, Post
 from phloem.cuda_streams.pools import DevicePools, HostPools
 from phloem.errors import InvalidRequest, NoRoom, RuntimeClosed, StaleHandle
 from phloem.events import Context, Sink
-from phloem.runtime.checks import integer
+from phloem.runtime.checks import integer, seconds
 from phloem.runtime.config import CacheConfig
 from phloem.runtime.costs.estimates import Estimates
 
@@ -186,11 +186,12 @@ class Core:
     ) -> Grant:
         """Grant places, or raise `NoRoom`. A cancelled caller leaves nothing behind."""
         pages, states = integer("pages", pages), integer("states", states)
+        limit = None if timeout is None else seconds("timeout", timeout)
         message = m.Allocate(pages, states, owner, account, wait, True, spans)
-        if timeout is None:
+        if limit is None:
             return _granted(await self.domain.call(self.allocator, message, self._undo_grant))
         try:
-            with anyio.fail_after(timeout):
+            with anyio.fail_after(limit):
                 grant = await self.domain.call(self.allocator, message, self._undo_grant)
         except TimeoutError:
             raise NoRoom(self.allocator.figures(pages, states, spans)) from None

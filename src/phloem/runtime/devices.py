@@ -33,7 +33,8 @@ def pools_for(
 ) -> DevicePools:
     """The pools given, or new ones on `device`, by default in CPU memory.
 
-    Raises `InvalidRequest` when pools were given that are elsewhere or have other pages.
+    Raises `InvalidRequest` when pools were given that are elsewhere, have other pages, or keep
+    other layers than the configured model does.
     """
     if pools is None:
         return _new_pools(config, "cpu" if device is None else device)
@@ -46,6 +47,11 @@ def pools_for(
         raise InvalidRequest(
             f"the pools have pages of {pools.page_size} tokens, the config of {config.page_size}"
         )
+    layers = config.layout.layers
+    with_kv = {number for number, layer in enumerate(layers) if layer.kv is not None}
+    states = {n: {s.name for s in layer.states} for n, layer in enumerate(layers) if layer.states}
+    if with_kv != set(pools.kv) or states != {n: set(kept) for n, kept in pools.states.items()}:
+        raise InvalidRequest("the pools keep KV or states of other layers than the config's layout")
     if device is not None and not _same(torch.device(device), pools.device):
         raise InvalidRequest(f"the pools are on {pools.device}, not on {device}")
     return pools

@@ -60,6 +60,8 @@ class OpenRuntime:
             host_memory = self._pinned = self._driver.pinned_memory()
         self.host_pools = host_pools_for(config, self.pools, host_memory or ordinary_memory)
         self._counts = Counts() if metrics else None
+        if events is not None and not callable(events):
+            raise InvalidRequest(f"events is {events!r}, not a sink such as open_log makes")
         self._events = several(events, self._counts)
         self._new_engine = engine
         self._core: Core | None = None
@@ -230,10 +232,28 @@ class OpenRuntime:
         core = self._core
         if core is None or self._closed:
             raise RuntimeClosed("the runtime is not open")
-        if self._loop is not None and running_loop() is not self._loop:
-            raise InvalidRequest("a runtime belongs to the event loop it was opened in")
+        self._check_loop()
         core.check_open()
         return core
+
+    def _core_of_handles(self) -> Core:
+        """`core` also after `close`: what was got before it can be given back at any time."""
+        if self._core is None:
+            raise RuntimeClosed("the runtime is not open")
+        self._check_loop()
+        return self._core
+
+    def check_lives_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise `InvalidRequest` if it was opened in another event loop than `loop`."""
+        if self._loop is not None and self._loop is not loop:
+            raise InvalidRequest("the runtime was opened in another event loop than the one given")
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and running_loop() is not self._loop:
+            raise InvalidRequest(
+                "a runtime belongs to the event loop it was opened in; other threads call it "
+                "through phloem.runtime.sync.BlockingCacheRuntime"
+            )
 
     @property
     def nowait(self) -> Nowait:

@@ -14,7 +14,7 @@ import msgspec
 from phloem.actors import messages as m
 from phloem.actors.actions import Ids
 from phloem.actors.allocator import Grant
-from phloem.actors.tree.keys import Namespace, TokenKey, Tokens
+from phloem.actors.tree.keys import Namespace, TokenKey, Tokens, name_of
 from phloem.actors.tree.leases import Lease as TreeLease
 from phloem.actors.tree.results import Evicted, InsertResult, Match
 from phloem.cuda_streams.engine import Fence
@@ -81,6 +81,8 @@ class Nowait:
         """Lease the deepest boundary."""
         key = TokenKey.of(tokens, namespace)
         limit = key.length if whole else limit_of(key)
+        if owner != "":
+            name_of("owner", owner)
         acquired = self._domain.run(self._tree, m.Acquire(key, limit, owner, False))
         inner, match = lease_and_match(acquired)
         return Lease(self._core, inner, match)
@@ -96,6 +98,8 @@ class Nowait:
         """Reserve pages and states, all or nothing; raises `NoRoom` with the figures."""
         core = self._core
         counts = core.span_counts(spans) if spans else ()
+        if owner != "":
+            name_of("owner", owner)
         return core.allocate_nowait(pages, states, owner, spans=counts)
 
     def insert(
@@ -147,7 +151,12 @@ class Nowait:
         Raises `InvalidRequest` for a bad item before anything is done for any of them.
         """
         checked = [
-            (TokenKey.of(a.key), integer("pages", a.pages), integer("states", a.states), a.owner)
+            (
+                TokenKey.of(a.key),
+                integer("pages", a.pages),
+                integer("states", a.states),
+                name_of("owner", a.owner),
+            )
             for a in admissions
         ]
         answers: list[Admitted | NoRoom] = []
@@ -218,12 +227,14 @@ def _ids(pages: Ids | Sequence[int]) -> Ids:
         raise InvalidRequest(f"page ids are 32-bit integers: {error}") from None
 
 
-def release_handle(core: Core, handle: Lease | Grant, after: Step | None) -> None:
+def release_handle(core: Core, handle: object, after: Step | None) -> None:
     """Give back a lease or a grant, once the step `after` has ended."""
     fences: tuple[Fence, ...] = () if after is None or after.fence.passed else (after.fence,)
     if isinstance(handle, Grant):
         if handle.ledger is not core.ledger:
             raise StaleHandle(f"{handle} is of another runtime")
         core.release_grant(handle, fences)
-    else:
+    elif isinstance(handle, Lease):
         handle.release_after(core, fences)
+    else:
+        raise InvalidRequest(f"{handle!r} is neither a lease nor a grant")

@@ -7,15 +7,17 @@ from math import inf
 from typing import TYPE_CHECKING, TypedDict
 
 from phloem.actors import messages as m
-from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens
+from phloem.actors.tree.keys import ContentMark, Namespace, TokenKey, Tokens, name_of
 from phloem.errors import InvalidRequest
-from phloem.runtime.checks import integer
+from phloem.runtime.checks import integer, seconds
 from phloem.runtime.nowait import lease_and_match, limit_of
 
 if TYPE_CHECKING:
     from phloem.runtime.core import Core
 
 __all__ = ["RequestOptions", "open_message", "undo_lease"]
+
+_PRIORITY_MAX = 100
 
 
 class RequestOptions(TypedDict, total=False):
@@ -56,26 +58,30 @@ def open_message(
     for position in breakpoints:
         if position > key.length:
             raise InvalidRequest(f"breakpoint {position} of a prompt of {key.length} tokens")
+    session = options.get("session")
+    priority = integer("priority", options.get("priority", 0))
+    if priority > _PRIORITY_MAX:
+        raise InvalidRequest(f"priority is {priority}; at most {_PRIORITY_MAX}")
     return m.Open(
         key,
         limit_of(key, options.get("whole", False)),
-        options.get("id") or core.next_id(),
+        name_of("id", options.get("id") or core.next_id()),
         breakpoints,
-        options.get("session"),
+        None if session is None else name_of("session", session),
         _ends(core, "session_ttl", options.get("session_ttl")),
-        integer("priority", options.get("priority", 0)),
+        priority,
         _ends(core, "keep_for", options.get("keep_for")),
         join,
     )
 
 
-def _ends(core: Core, what: str, seconds: float | None) -> int:
+def _ends(core: Core, what: str, lasts_s: float | None) -> int:
     """The time, in milliseconds, at which something ends that lasts so long; 0: never."""
-    if seconds is None:
+    if lasts_s is None:
         return 0
-    if not 0 < seconds < inf:
-        raise InvalidRequest(f"{what} is {seconds} seconds; it is above 0, or None for no end")
-    return core.clock() + max(1, round(seconds * 1000))
+    if not 0 < seconds(what, lasts_s) < inf:
+        raise InvalidRequest(f"{what} is {lasts_s} seconds; it is above 0, or None for no end")
+    return core.clock() + max(1, round(lasts_s * 1000))
 
 
 def undo_lease(core: Core) -> Callable[[object], None]:

@@ -10,13 +10,13 @@ from msgspec import structs
 
 from phloem.actors import messages as m
 from phloem.actors.domain import nothing_to_undo
-from phloem.actors.tree.keys import Tokens
+from phloem.actors.tree.keys import Tokens, name_of
 from phloem.actors.tree.tiering import standing_on
 from phloem.actors.tree.tree import Match
 from phloem.errors import InvalidRequest, StaleHandle
 from phloem.events import RequestSuspended
 from phloem.runtime.arriving import Arriving
-from phloem.runtime.checks import integer
+from phloem.runtime.checks import integer, seconds
 from phloem.runtime.forking import copy_private_data, lease_twin, tell_forked
 from phloem.runtime.holding import Holding
 from phloem.runtime.nowait import lease_and_match
@@ -136,7 +136,7 @@ class Request(Arriving):
         self._check_alive()
         self._check_no_steps("join")
         more_than = self._core.grid if min_tokens is None else min_tokens
-        deadline = None if timeout is None else anyio.current_time() + timeout
+        deadline = None if timeout is None else anyio.current_time() + seconds("timeout", timeout)
         while await self._join_once(more_than, deadline):
             pass
         return self.match
@@ -362,7 +362,7 @@ class Request(Arriving):
                 f"{self} cannot be forked off the grid of {core.grid}: the window of its last "
                 "tokens is not copied"
             )
-        if name in core.requests:
+        if name is not None and name_of("the name of a fork", name) in core.requests:
             raise InvalidRequest(f"request {name!r} is running")
         await self.checkpoint(state=False)
         if core.tree.spans and self.boundary < self.computed:

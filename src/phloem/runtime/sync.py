@@ -361,7 +361,8 @@ class SyncCacheRuntime(_Facade):
         Waits for copies as long as one ends in `close_timeout_s`; a thread of its own waits for
         those that do not.
         """
-        self._check_thread()
+        if self._thread:
+            self._check_thread()
         if not self.inner.begin_closing():
             return
         self._poster.serve()
@@ -380,6 +381,8 @@ class SyncCacheRuntime(_Facade):
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
+            if not self._thread:
+                raise RuntimeClosed("the runtime is not open")
             raise InvalidRequest("a runtime without a loop belongs to the thread that opened it")
 
     def _run_to_end(self, work: Coroutine[object, None, T]) -> T:
@@ -444,6 +447,7 @@ class BlockingCacheRuntime(_Facade):
 
     def __init__(self, inner: CacheRuntime, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(inner, self._run_there, self._call_there)
+        inner.check_lives_on(loop)
         self._loop = loop
 
     def _run_there(self, work: Coroutine[object, None, T]) -> T:
@@ -451,6 +455,11 @@ class BlockingCacheRuntime(_Facade):
         if loop.is_closed():
             work.close()
             raise RuntimeClosed("the event loop of the runtime is closed")
+        try:
+            self.inner.check_lives_on(loop)  # it may have been opened since
+        except InvalidRequest:
+            work.close()
+            raise
         if running_loop() is loop:
             work.close()
             raise InvalidRequest("on the runtime's own event loop its calls are awaited")

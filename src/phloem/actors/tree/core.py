@@ -21,7 +21,7 @@ from phloem.actors.tree.leases import Lease, Leases
 from phloem.actors.tree.node import ID_BYTES, HostPart, Node, Walk
 from phloem.actors.tree.operations import Operations
 from phloem.actors.tree.placement import Placement
-from phloem.actors.tree.policies import Policy, Score, policy_named
+from phloem.actors.tree.policies import Policy, Score, policy_of
 from phloem.actors.tree.radix import Radix
 from phloem.actors.tree.results import Match, SpanFigures, StateTier, TreeFigures
 from phloem.actors.tree.running import Running
@@ -101,7 +101,7 @@ class TreeCore:
         self.placement = placement or Placement()
         self.enabled = enabled
         self.state_weight = state_weight if self.has_states else 0
-        self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.policy = policy_of(policy)
         self.policy.serve(page_size * TOKEN_BYTES, self.state_weight, 0)
         self.departures = Departures()
         self.radix = self.new_radix(page_size, len(self.spans))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import blake2b
 from operator import index
 from typing import NamedTuple, Protocol, SupportsIndex, TypeAlias, cast
@@ -19,7 +19,15 @@ import numpy.typing as npt
 
 from phloem.errors import InvalidRequest
 
-__all__ = ["TOKEN_BYTES", "ContentMark", "Namespace", "TokenKey", "Tokens", "common_bytes"]
+__all__ = [
+    "TOKEN_BYTES",
+    "ContentMark",
+    "Namespace",
+    "TokenKey",
+    "Tokens",
+    "common_bytes",
+    "name_of",
+]
 
 TOKEN_BYTES = 4
 _TOKEN_MAX = 2**31 - 1
@@ -51,6 +59,23 @@ class Namespace(NamedTuple):
 
 
 _DEFAULT = Namespace()
+
+
+def name_of(what: str, value: object) -> str:
+    """`value`, if it is a str that logs can hold; `what` says in the error what it names.
+
+    Raises `InvalidRequest` for what is no str and for halves of characters ("\\ud800"), which no
+    encoding has.
+    """
+    if type(value) is str and value.isascii():
+        return value
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{what} is {value!r}, not a str")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what} is {value!r}, in which half a character is missing") from None
+    return value
 
 
 class ContentMark(NamedTuple):
@@ -86,7 +111,8 @@ class TokenKey:
     ) -> TokenKey:
         """Convert `tokens` (ids from 0 to 2**31 - 1); equal ids with different marks differ.
 
-        Raises `InvalidRequest` naming the position of the first bad id or mark.
+        Raises `InvalidRequest` naming the position of the first bad id or mark, and for a namespace
+        that is none.
         """
         if type(tokens) is TokenKey and namespace is None and not marks:
             return tokens
@@ -98,6 +124,8 @@ class TokenKey:
             if marks:
                 raise InvalidRequest("content marks belong to the making of a key")
             return tokens
+        if namespace is not None:
+            _check_namespace(namespace)
         data = _to_bytes(tokens)
         if not marks:
             return cls(data, namespace or _DEFAULT)
@@ -130,6 +158,13 @@ class TokenKey:
 
     def __repr__(self) -> str:
         return f"TokenKey({self.length} tokens, {self.namespace})"
+
+
+def _check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, Namespace):
+        raise InvalidRequest(f"the namespace is {namespace!r}, not a Namespace(adapter, salt)")
+    name_of("the adapter of a namespace", namespace.adapter)
+    name_of("the salt of a namespace", namespace.salt)
 
 
 def _to_bytes(tokens: Tokens) -> bytes:
@@ -168,6 +203,8 @@ def _as_numpy(tokens: object) -> npt.NDArray[np.generic] | None:
 def _as_list(tokens: object) -> list[SupportsIndex]:
     if not isinstance(tokens, Iterable):
         raise InvalidRequest(f"tokens must be a run of ids, not {type(tokens).__name__}")
+    if isinstance(tokens, Set | Mapping):
+        raise InvalidRequest("tokens must be in an order, which sets and mappings do not have")
     return list(cast("Iterable[SupportsIndex]", tokens))
 
 
@@ -205,7 +242,7 @@ def _mark(
     words = np.frombuffer(data, "<u4").copy()
     extra: list[bytes] = []
     covered = 0
-    for mark in sorted(marks):
+    for mark in sorted(marks, key=_checked_mark):
         if mark.length < 1 or mark.position < covered or mark.position + mark.length > len(words):
             raise InvalidRequest(
                 f"content mark at position {mark.position} of length {mark.length} does not fit "
@@ -221,6 +258,13 @@ def _mark(
             continue
         words[mark.position : covered] = np.resize(digest, mark.length)
     return words.tobytes(), namespace, b"".join(extra)
+
+
+def _checked_mark(mark: object) -> tuple[int, int, bytes]:
+    """How it is ordered. Raises `InvalidRequest` for what is no mark."""
+    if not isinstance(mark, ContentMark) or type(mark.digest) is not bytes:
+        raise InvalidRequest(f"{mark!r} is no ContentMark(position, length, digest in bytes)")
+    return index(mark.position), index(mark.length), mark.digest
 
 
 def _digest_words(mark: ContentMark) -> npt.NDArray[np.uint32]:

@@ -34,6 +34,7 @@ __all__ = [
     "SessionFirst",
     "Slru",
     "policy_named",
+    "policy_of",
 ]
 
 
@@ -201,6 +202,15 @@ _NAMED: dict[str, Callable[[], Policy]] = {
 
 
 POLICY_NAMES: tuple[str, ...] = tuple(_NAMED)
+
+
+def policy_of(policy: object) -> Policy:
+    """A policy by its name, or one that was made. Raises `InvalidRequest` for anything else."""
+    if isinstance(policy, str):
+        return policy_named(policy)
+    if isinstance(policy, Policy):
+        return policy
+    raise InvalidRequest(f"{policy!r} is neither the name of a policy nor an instance of Policy")
 
 
 def policy_named(name: str) -> Policy:

@@ -14,7 +14,7 @@ from phloem.actors.tree.core import Actions
 from phloem.actors.tree.ghosts import mark_after, mark_of
 from phloem.actors.tree.host import HostTier, part_of
 from phloem.actors.tree.node import ID_BYTES, NO_MARK, NO_SLOT, Node
-from phloem.actors.tree.policies import KEEP, Policy, Score, policy_named
+from phloem.actors.tree.policies import KEEP, Policy, Score, policy_of
 from phloem.actors.tree.results import Evicted
 from phloem.errors import InvalidRequest
 
@@ -425,7 +425,7 @@ class SheddingTree(BackingTree):
 
     def use_policy(self, policy: str | Policy) -> None:
         """Change the eviction policy; what is cached stays. Raises `InvalidRequest`."""
-        self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.policy = policy_of(policy)
         self.policy.serve(self.radix.page_bytes, self.state_weight, self.now)
         self.policy.tick(self.time)
         self.policy.attach(self)

@@ -16,7 +16,7 @@ from phloem.actors.tree import TokenKey, Tree
 from phloem.actors.tree.core import Actions
 from phloem.actors.tree.leases import Lease
 from phloem.actors.tree.node import NO_SLOT, Node
-from phloem.actors.tree.policies import Policy, policy_named
+from phloem.actors.tree.policies import Policy, policy_of
 from phloem.actors.tree.results import Match
 from phloem.runtime.costs.model import Geometry
 from phloem.runtime.replay.admission import Admission, AsPlaced, Spot
@@ -91,7 +91,7 @@ class ReplayCache:
         if isinstance(capacity, int):
             capacity = OneBudget(capacity, geometry.kv_bytes * block_size, geometry.state_bytes)
         self.memory = capacity
-        self.policy = policy_named(policy) if isinstance(policy, str) else policy
+        self.policy = policy_of(policy)
         self.admission = admission or AsPlaced()
         self.sessions = sessions
         with_states = self.memory is None or self.memory.has_states
