@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import phloem
 from phloem import errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +80,24 @@ def test_public_things_say_what_they_are(path: Path) -> None:
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.name.startswith("_") or ast.get_docstring(node), node.name
+
+
+@pytest.mark.parametrize("name", phloem.__all__)
+def test_help_shows_what_a_user_imports(name: str) -> None:
+    assert name in pydoc.plaintext.document(getattr(phloem, name), name)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=named)
+def test_annotations_of_classes_can_be_evaluated(path: Path) -> None:
+    """As `help` and msgspec do it: what an annotation names must be there at run time."""
+    if path.stem == "__main__":
+        return
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    module = import_module(".".join(part for part in parts if part != "__init__"))
+    for thing in vars(module).values():
+        if inspect.isclass(thing) and thing.__module__ == module.__name__:
+            with suppress(ValueError):  # what has no signature at all
+                inspect.signature(thing)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=named)

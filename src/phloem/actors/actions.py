@@ -9,7 +9,7 @@ they were emitted, before the caller of the turn resumes.
 from __future__ import annotations
 
 from array import array
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
@@ -33,7 +33,10 @@ __all__ = [
 
 Component: TypeAlias = str  # the name of one; see `phloem.actors.tree.components`
 Tier: TypeAlias = Literal["device", "host"]
-Ids: TypeAlias = "array[int]"  # int32 page or slot ids; never written to once handed over
+if TYPE_CHECKING:
+    Ids: TypeAlias = array[int]  # int32 page or slot ids; never written to once handed over
+else:
+    Ids = array  # with no subscript before Python 3.12; `help` of what has ids evaluates it
 
 TREE = -1  # the owner of what the tree holds; grants and operations own by positive numbers
 

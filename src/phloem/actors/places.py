@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from struct import Struct
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,10 @@ _CELL = Struct("i")
 _CELL_BYTES = 4
 _PLACE, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)  # made once: a type would be looked up
 
-Indices: TypeAlias = "npt.NDArray[np.intp] | slice[int, int, None]"
+if TYPE_CHECKING:
+    Indices: TypeAlias = npt.NDArray[np.intp] | slice[int, int, None]
+else:
+    Indices = npt.NDArray[np.intp] | slice  # which has no subscript at run time
 
 
 class Pool:

@@ -44,10 +44,6 @@ class ArrayLike(Protocol):
         ...
 
 
-# Anything that holds token ids: a list, an array, a numpy array, a CPU tensor, a key made before.
-Tokens: TypeAlias = "Sequence[SupportsIndex] | ArrayLike | TokenKey"
-
-
 class Namespace(NamedTuple):
     """Adapter (LoRA) name and cache salt, compared as a pair; empty means the default.
 
@@ -158,6 +154,10 @@ class TokenKey:
 
     def __repr__(self) -> str:
         return f"TokenKey({self.length} tokens, {self.namespace})"
+
+
+# Anything that holds token ids: a list, an array, a numpy array, a CPU tensor, a key made before.
+Tokens: TypeAlias = Sequence[SupportsIndex] | ArrayLike | TokenKey
 
 
 def _check_namespace(namespace: object) -> None:
