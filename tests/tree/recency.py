@@ -49,10 +49,11 @@ class Uses:
     def as_one(self, pages: Sequence[Prefix]) -> None:
         """These are one node, which goes as one; perhaps two that were joined.
 
-        A use of its beginning is one of all of it, and it is as new as its end.
+        A use of a part is one of all of it, and it is as new as its end.
         """
+        used, hits = (max(map(each.__getitem__, pages)) for each in (self._used, self._hits))
         for prefix in pages:
-            self._used[prefix], self._hits[prefix] = self._used[pages[0]], self._hits[pages[0]]
+            self._used[prefix], self._hits[prefix] = used, hits
             self._born[prefix] = self._born[pages[-1]]
 
     def gone(self, prefix: Prefix) -> None:
