@@ -128,6 +128,7 @@ async def test_bad_openings(inline: bool) -> None:
             lambda: cache.step(request),  # type: ignore[arg-type]  # on purpose
             lambda: cache.step(["r"]),  # type: ignore[list-item]  # on purpose
             lambda: cache.release(None),  # type: ignore[arg-type]  # on purpose
+            lambda: cache.nowait.admit_many([Admission(PROMPT, 1), PROMPT]),  # type: ignore[list-item]  # on purpose
             lambda: cache.use_policy(Lru),  # type: ignore[arg-type]  # the class, on purpose
             lambda: cache.use_policy(None),  # type: ignore[arg-type]  # on purpose
             lambda: cache.nowait.match(TokenKey.of(PROMPT), namespace=Namespace("other")),

@@ -402,3 +402,12 @@ class TestOneMemory:
             DevicePools.share(attention, nbytes=1 << 20, page_size=4)
         with pytest.raises(InvalidRequest, match="3 are needed"):
             DevicePools.share(HYBRID, nbytes=1000, page_size=4)
+
+
+def test_the_text_of_pools_is_short() -> None:
+    """Whoever logs them by mistake writes no tensors."""
+    layout = ModelLayout.attention_only(layers=2, kv_heads=1, head_dim=4)
+    pools = DevicePools.allocate(layout, pages=300, states=1, page_size=16)
+    assert repr(pools) == (
+        f"DevicePools(300 pages of 16 tokens, 1 slots, {pools.nbytes} bytes on cpu)"
+    )

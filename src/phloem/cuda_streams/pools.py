@@ -110,7 +110,7 @@ def _count(pool: str, layers: list[list[Tensor]]) -> int:
     return counts.pop() if counts else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class DevicePools:
     """The device tier. Page 0 and slot 0 are never granted: padded rows may write there.
 
@@ -338,6 +338,13 @@ class DevicePools:
             return self.pages // self.frame.pages * self.frame.nbytes
         spans = sum(rows.count * rows.row_bytes for rows in self.span_rows.values())
         return self.pages * self.page_bytes + self.slots * self.slot_bytes + spans
+
+    def __repr__(self) -> str:
+        spans = "".join(f", {rows.count} pages of {n}" for n, rows in self.span_rows.items())
+        return (
+            f"DevicePools({self.pages} pages of {self.page_size} tokens, {self.slots} slots{spans}"
+            f", {self.nbytes} bytes on {self.device})"
+        )
 
 
 @dataclass(frozen=True, slots=True)

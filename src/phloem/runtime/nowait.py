@@ -157,7 +157,7 @@ class Nowait:
                 integer("states", a.states),
                 name_of("owner", a.owner),
             )
-            for a in admissions
+            for a in map(_admission, admissions)
         ]
         answers: list[Admitted | NoRoom] = []
         for key, pages, states, owner in checked:
@@ -173,6 +173,12 @@ class Nowait:
             else:
                 answers.append(Admitted(lease, grant))
         return answers
+
+
+def _admission(item: object) -> Admission:
+    if not isinstance(item, Admission):
+        raise InvalidRequest(f"{item!r} is no Admission")
+    return item
 
 
 def limit_of(key: TokenKey, whole: bool = False) -> int:

@@ -11,7 +11,11 @@ __all__ = ["PoolStats", "Stats", "pool_stats"]
 
 
 class PoolStats(msgspec.Struct, frozen=True):
-    """One pool: free + parked + tree + granted = size."""
+    """One pool, in pages or slots: free + parked + tree + granted = size.
+
+    `free` can be granted at once; `parked` was given back and waits for forward passes and copies
+    that may still touch it; `tree` is cached, and `granted` is what requests and grants own.
+    """
 
     size: int
     free: int
@@ -21,7 +25,13 @@ class PoolStats(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """The runtime in numbers, at one instant."""
+    """The runtime in numbers, at one instant.
+
+    `kv` and `state` are the pools of the device. `requests` run, and `waiting` calls wait for room.
+    `turns` and `actions` (by kind) count what the actors have done since the runtime was opened,
+    `refused_checkpoints` those that found no slot for a state, and `leases_leaked` the leases that
+    were collected by Python without having been released.
+    """
 
     kv: PoolStats
     state: PoolStats

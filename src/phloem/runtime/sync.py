@@ -217,7 +217,7 @@ class _Facade:
     def step(
         self, requests: Sequence[SyncRequest], *, stream: Stream | torch.Stream | None = None
     ) -> Generator[Step]:
-        """Open a forward pass; see `Step`."""
+        """Open a forward pass; see `Step`. What it computes is told to `launched` of this facade."""
         inner = [request.inner for request in requests]
         step = self._here(lambda: self.inner.step(inner, stream=stream))
         self._opened(step)
@@ -238,7 +238,7 @@ class _Facade:
         *,
         states_at: dict[SyncRequest, int] | None = None,
     ) -> None:
-        """`step.launched`, said where the runtime lives."""
+        """`step.launched` for the requests of this facade, said where the runtime lives."""
         inner = {request.inner: end for request, end in ends.items()}
         late = {request.inner: at for request, at in (states_at or {}).items()}
         self._here(lambda: step.launched(inner, states_at=late))
