@@ -217,7 +217,7 @@ class _Facade:
     def step(
         self, requests: Sequence[SyncRequest], *, stream: Stream | torch.Stream | None = None
     ) -> Generator[Step]:
-        """Open a forward pass; see `Step`. What it computes is told to `launched` of this facade."""
+        """Open a forward pass; see `Step`. What it computes is told to `launched` of the facade."""
         inner = [request.inner for request in requests]
         step = self._here(lambda: self.inner.step(inner, stream=stream))
         self._opened(step)
