@@ -150,6 +150,37 @@ async def test_a_cancelled_client_gives_everything_back(harness: Harness, pauses
     assert list(tokens[:-1]) == harness.cold(other, 5).tokens
 
 
+async def test_nobody_decodes_while_a_prompt_is_computed(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even when a client leaves who waits for the turn of its own prompt."""
+    ran: list[str] = []
+    prefill_chunk, decode_rows = HybridServer._prefill_chunk, HybridServer._decode_rows
+
+    def prefilled(server: Any, *arguments: Any) -> Any:
+        ran.append("prefill")
+        return prefill_chunk(server, *arguments)
+
+    def decoded(server: Any, *arguments: Any) -> Any:
+        ran.append("decode")
+        return decode_rows(server, *arguments)
+
+    monkeypatch.setattr(HybridServer, "_prefill_chunk", prefilled)
+    monkeypatch.setattr(HybridServer, "_decode_rows", decoded)
+    async with serving(harness) as server:
+        answering = asyncio.create_task(server.generate(random_tokens(CHUNK, 0), 30))
+        await until(lambda: bool(server._answers))
+        long = asyncio.create_task(server.generate(random_tokens(4 * CHUNK, 1), 1))
+        await until(lambda: ran.count("prefill") > 1)
+        waiting = asyncio.create_task(server.generate(random_tokens(5, 2), 1))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(answering, long, waiting, return_exceptions=True)
+    first, last = ran.index("prefill", 1), len(ran) - 1 - ran[::-1].index("prefill")
+    assert ran[first : last + 1] == ["prefill"] * 4
+    assert ran.count("decode") == 29
+
+
 async def test_a_failing_model_fails_its_request_alone(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from phloem import (
 from phloem.actors.tree.policies import Lru
 from phloem.cuda_streams.engine import Post
 from phloem.cuda_streams.threads import ThreadEngine
-from phloem.events import LeaseLeaked
+from phloem.events import Event, LeaseLeaked
 
 PROMPT = run(1, 3 * PAGE)
 
@@ -666,3 +666,27 @@ async def test_a_batch_is_admitted_item_by_item(inline: bool) -> None:
             if not isinstance(answer, NoRoom):
                 cache.release(answer.lease)
                 cache.release(answer.grant)
+
+
+async def test_a_runtime_whose_sink_raises_at_its_start_leaves_no_threads() -> None:
+    def sink(event: Event) -> None:
+        raise OSError(f"no space left for {type(event).__name__}")
+
+    config = CacheConfig(layout=HYBRID, page_size=PAGE, device_pages=4, device_states=4)
+    made, closed = [], []
+
+    class Closing(ThreadEngine):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    def engine(post: Post) -> ThreadEngine:
+        made.append(Closing(post))
+        return made[-1]
+
+    cache = CacheRuntime(config, events=sink, engine=engine)
+    for _ in range(2):  # as often as one tries
+        with pytest.raises(OSError, match="RuntimeStarted"):
+            await cache.open()
+        assert not cache.is_open
+    assert len(made) == 2 and closed == made

@@ -19,6 +19,7 @@ from serving import (
     check_state,
     compute,
     digests,
+    dump,
     forward,
     house,
     over,
@@ -478,4 +479,20 @@ async def test_a_pass_is_told_at_once_of_a_layer_that_failed(inline: bool) -> No
         assert not landing.landed
         with pytest.raises(TransferFailed):
             await request.ready()
+        request.abort()
+
+
+@pytest.mark.parametrize("layer", [-1, 99, 0.5])
+async def test_a_layer_that_there_is_not_is_refused_before_anything_begins(
+    layer: int, inline: bool
+) -> None:
+    async with roomy(inline) as here:
+        request = await here.cache.open_request(PROMPT)
+        await request.allocate(len(PROMPT))
+        before = dump(here.cache)
+        with pytest.raises(InvalidRequest, match="layer"):
+            await request.wait_on(here.stream, layer=layer)
+        with pytest.raises(InvalidRequest, match="layer"):
+            await request.ready(layer=layer)
+        assert dump(here.cache) == before
         request.abort()

@@ -10,17 +10,20 @@ from serving import (
     ATTENTION,
     HYBRID,
     PAGE,
+    Row,
     blocked,
     check_kv,
     check_state,
     compute,
     digests,
     dump,
+    forward,
     house,
     opened,
     run,
     seed,
     serve,
+    until,
     write_state,
 )
 
@@ -365,6 +368,35 @@ async def test_an_abandoned_pass_counts_for_nothing(inline: bool) -> None:
         await request.ready()  # from the empty boundary again
         await compute(here, request, PROMPT, len(PROMPT))
         await request.finish()
+
+
+async def test_what_the_tree_took_of_a_pass_is_not_computed_again(inline: bool) -> None:
+    """Its pages are the tree's, and perhaps read by others already."""
+    async with house(inline=inline, layout=ATTENTION) as here:
+        request = await opened(here, PROMPT)
+        step = here.cache.step([request], stream=here.stream)
+        here.stream.run(forward, here.cache.pools, [Row.of(request, PROMPT, 2 * PAGE)])
+        step.launched({request: 2 * PAGE})
+        await request.checkpoint()
+        step.abandon()
+        assert request.computed == request.boundary == 2 * PAGE
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+async def test_a_pass_given_up_while_its_state_is_copied_is_not_published(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        await compute(here, request, PROMPT, PAGE)
+        step = here.cache.step([request], stream=here.stream)
+        step.launched({request: 2 * PAGE})
+        checkpoint = asyncio.create_task(request.checkpoint(state=True))
+        await until(lambda: request.resources().get("states") == 2)
+        step.abandon()
+        await checkpoint
+        assert request.computed == request.boundary == PAGE
+        assert (await here.cache.match(PROMPT)).kv_prefix == PAGE
+        request.abort()
 
 
 @pytest.mark.parametrize("kept", ["kept", "gone", "never"])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import pytest
-from serving import PAGE, blocked, compute, house, opened, run, seed
+from serving import ATTENTION, PAGE, Row, blocked, compute, forward, house, opened, run, seed, until
 
 from phloem import InvalidRequest, StaleHandle
 
@@ -203,3 +207,88 @@ async def test_f017_after_a_resume_there_is_one_lease(inline: bool) -> None:
         await here.settled()
         figures = here.cache.stats().tree
         assert (figures.leases, figures.pages_protected, figures.states_protected) == (0, 0, 0)
+
+
+# -- what other tasks of the request await meanwhile -----------------------------------------------
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_who_waits_for_room_of_a_suspended_request_hears_of_it(
+    resumed: bool, inline: bool
+) -> None:
+    """It is preempted where it stands; room that came later would keep it from being resumed."""
+    async with house(inline=inline, pages=8) as here:
+        others = await here.cache.allocate(pages=6)
+        request = await here.cache.open_request(PROMPT)
+        waiting = asyncio.create_task(request.allocate(len(PROMPT)))
+        await until(lambda: here.cache.stats().waiting)
+        await request.suspend()
+        assert not here.cache.stats().waiting
+        if resumed:
+            await request.resume()
+        here.cache.release(others)
+        with pytest.raises(StaleHandle, match="suspended"):
+            await waiting
+        assert here.cache.stats().kv.granted == 0
+        if not resumed:
+            await request.resume()
+        await request.allocate(len(PROMPT))
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("what", ["checkpoint", "ready", "fork", "rollback"])
+async def test_who_waits_for_a_copy_of_a_suspended_request_hears_of_it(
+    what: str, resumed: bool, inline: bool
+) -> None:
+    async with house(inline=inline) as here:
+        request = await opened(here, PROMPT)
+        if what == "rollback":
+            slot = request.try_snapshot_slot(PAGE)
+            assert slot is not None
+            await compute(here, request, PROMPT, PAGE, snapshot=(slot, PAGE))
+        await compute(here, request, PROMPT, 2 * PAGE)
+        if what == "ready":
+            await request.checkpoint(state=True)
+            here.cache.step([request]).abandon()
+        calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            "checkpoint": lambda: request.checkpoint(state=True),
+            "ready": request.ready,
+            "fork": request.fork,
+            "rollback": lambda: request.rollback(PAGE),
+        }
+        here.gate.shut()
+        waiting = asyncio.create_task(calls[what]())
+        await until(lambda: here.cache.stats().copies_in_flight)
+        await request.suspend()
+        if resumed:
+            await request.resume()
+            await request.allocate(len(PROMPT))
+        here.gate.open()
+        with pytest.raises(StaleHandle if resumed else InvalidRequest, match="suspended"):
+            await waiting
+        if not resumed:
+            await request.resume()
+            await request.allocate(len(PROMPT))
+        await request.ready()
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()
+
+
+async def test_a_pass_from_before_that_is_given_up_late_sets_nothing_back(inline: bool) -> None:
+    async with house(inline=inline, layout=ATTENTION) as here:
+        request = await opened(here, PROMPT)
+        step = here.cache.step([request], stream=here.stream)
+        here.stream.run(forward, here.cache.pools, [Row.of(request, PROMPT, PAGE)])
+        step.launched({request: PAGE})
+        await request.suspend()
+        await request.resume()
+        await request.allocate(len(PROMPT))
+        assert (await request.ready()).usable == PAGE
+        await compute(here, request, PROMPT, 2 * PAGE)
+        step.abandon()
+        assert request.computed == 2 * PAGE
+        await compute(here, request, PROMPT, len(PROMPT))
+        await request.finish()

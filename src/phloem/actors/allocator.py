@@ -303,7 +303,9 @@ class AllocatorActor:
             if waiter.message.owner == message.owner:
                 self._line.leave(waiter)
                 self._tell_refused(waiter, "ended")
-                ended = StaleHandle(f"{message.owner!r} ended while it waited for room")
+                ended = StaleHandle(
+                    f"{message.owner!r} ended or was suspended while it waited for room"
+                )
                 self._domain.fail(waiter.reply, ended)
         self._changed()
 

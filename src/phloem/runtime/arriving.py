@@ -46,14 +46,15 @@ class Arriving(Publishing):
         """
         self._check_alive()
         if layer is not None:
-            return await self._ready_up_to(integer("layer", layer))
+            return await self._ready_up_to(self._checked_layer(layer))
+        holding = self._holding
         if self._loads:
             await self._core.call(m.AwaitLoad(self._lease), nothing_to_undo)
-            self._check_alive()
+            self._check_holds(holding)
         begun = self._begun
         if begun is not None and begun.copy is not None and begun.landing.loads_ended:
             await self._core.call(m.AwaitCopy(begun.copy), nothing_to_undo)
-            self._check_alive()
+            self._check_holds(holding)
         self._arrived()
         if begun is not None and self._core.has_states and self.state_slot is None:
             return self.match  # it takes too long: `allocate` comes next, also for another slot
@@ -72,9 +73,9 @@ class Arriving(Publishing):
         """
         self._check_alive()
         named = self._core.streams.named(stream)
+        count = len(self._core.config.layout.layers)
+        last = self._checked_layer(count - 1 if layer is None else layer)
         landing = await self._landing()
-        last = len(self._core.config.layout.layers) - 1 if layer is None else layer
-        self._check_layer(last)
         assert named is not None
         for fence in landing.fences(last):
             named.wait(fence)
@@ -91,27 +92,28 @@ class Arriving(Publishing):
     async def _landing(self) -> Landing:
         if self._loads and not self._lease.load:
             await self.ready()  # it has ended: this is where its outcome is told
-        landing = self._begin()
+        holding, landing = self._holding, self._begin()
         if placed := landing.placed():
             await self._core.await_fences(placed)
-            self._check_alive()
+            self._check_holds(holding)
         return landing
 
     async def _ready_up_to(self, layer: int) -> Match:
-        self._check_layer(layer)
         if self._loads and not self._lease.load:
             return await self.ready()
+        holding = self._holding
         if fences := self._begin().fences(layer):
             await self._core.await_fences(fences)
             self._core.domain.drain()  # what passed them may have more to tell
-            self._check_alive()
+            self._check_holds(holding)
         lost = self._begun is not None and self.boundary < self._begun.promised
         return await self.ready() if lost else self.match
 
-    def _check_layer(self, layer: int) -> None:
-        count = len(self._core.config.layout.layers)
+    def _checked_layer(self, layer: int) -> int:
+        layer, count = integer("layer", layer), len(self._core.config.layout.layers)
         if not 0 <= layer < count:
             raise InvalidRequest(f"layer {layer} of a model of {count} layers")
+        return layer
 
     def _begin(self) -> Landing:
         """Start the private copy behind what is on its way; what is begun already stays."""

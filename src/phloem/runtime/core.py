@@ -379,10 +379,14 @@ class Core:
         if self.requests.get(request.id) is not request:
             return False
         del self.requests[request.id]
+        self.withdraw(request.id)
+        return True
+
+    def withdraw(self, owner: str) -> None:
+        """Have whoever waits for room for a request hear that it is not wanted any more."""
         if self.allocator.waiting:
             context = self.domain.caller_context()
-            self.domain.send(self.allocator, m.Withdraw(request.id), context)
-        return True
+            self.domain.send(self.allocator, m.Withdraw(owner), context)
 
 
 def _estimates_of(config: CacheConfig, pools: DevicePools) -> Estimates | None:

@@ -109,29 +109,30 @@ class OpenRuntime:
                 self.host_pools,
                 None if loop is None else loop.call_later,
             )
+            core.domain.loop = loop
+            if self._events is not None:
+                self._events(self._started(core))
         except BaseException:
             self._engine.close()
             raise
-        core.domain.loop = loop
         self._core = core
         self._nowait = Nowait(core)
-        if self._events is not None:
-            layout, host = self.config.layout, core.host_ledger
-            self._events(
-                RuntimeStarted(
-                    page_size=self.config.page_size,
-                    grid=core.grid,
-                    pages=core.ledger.kv.size,
-                    states=core.ledger.state.size,
-                    layout=layout.fingerprint,
-                    page_bytes=layout.page_bytes(self.config.page_size),
-                    state_bytes=layout.slot_bytes,
-                    policy=self.config.eviction,
-                    host_pages=0 if host is None else host.kv.size,
-                    host_states=0 if host is None else host.state.size,
-                    spans={pool.component: pool.size for pool in core.ledger.spans},
-                )
-            )
+
+    def _started(self, core: Core) -> RuntimeStarted:
+        layout, host = self.config.layout, core.host_ledger
+        return RuntimeStarted(
+            page_size=self.config.page_size,
+            grid=core.grid,
+            pages=core.ledger.kv.size,
+            states=core.ledger.state.size,
+            layout=layout.fingerprint,
+            page_bytes=layout.page_bytes(self.config.page_size),
+            state_bytes=layout.slot_bytes,
+            policy=self.config.eviction,
+            host_pages=0 if host is None else host.kv.size,
+            host_states=0 if host is None else host.state.size,
+            spans={pool.component: pool.size for pool in core.ledger.spans},
+        )
 
     async def close(self) -> None:
         """Refuse new calls, abort what still runs, let copies end, stop the actors. Idempotent.

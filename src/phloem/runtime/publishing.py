@@ -69,9 +69,12 @@ class Publishing(Standing):
         published = self._publish_snapshots(position)
         state_at = min(position, self._state_position) if self._state_lag else position
         slot = await self._copy_for(state_at, state)
-        if not self._publishes():  # reset while the copy was made
-            if slot:
-                self._holding.give_back_slot(slot, self.fences())
+        publishes = self._publishes()  # False: reset while the copy was made
+        position = min(position, self._publishable("all"))  # a pass may have been given up
+        if slot and not (publishes and state_at <= position):
+            self._holding.give_back_slot(slot, self.fences())
+            slot = 0
+        if not publishes:
             return None
         if slot:
             published = self._publish(state_at, slot)
@@ -157,16 +160,18 @@ class Publishing(Standing):
         except NoRoom:
             self._refused("no_slot")
             return 0
-        self._holding.copying = slot
+        holding = self._holding
+        holding.copying = slot
         try:
             await core.call(m.CopyWorkingState(self.state_slot, slot, self.id, self.fences()))
-            self._check_alive()  # whoever ended the request meanwhile gave the slot back
+            self._check_holds(holding)
         except BaseException:
-            if not self._over:
-                self._holding.copying = 0
-                self._holding.give_back_slot(slot, self.fences())
+            # Whoever ended or suspended the request meanwhile gave the slot back.
+            if not self._over and self._holding is holding:
+                holding.copying = 0
+                holding.give_back_slot(slot, self.fences())
             raise
-        self._holding.copying = 0
+        holding.copying = 0
         return slot
 
     def _publish(self, length: int, state: int) -> InsertResult | None:

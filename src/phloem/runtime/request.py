@@ -46,23 +46,25 @@ class Request(Arriving):
         """Room for `tokens` more tokens beyond what is computed, and the working state slot.
 
         All or nothing. Waits for room unless `wait=False`; raises `NoRoom` when there can be none,
-        or after `timeout` seconds, and `StaleHandle` when the request ends while it waits. A
-        cancelled caller leaves nothing behind.
+        or after `timeout` seconds, and `StaleHandle` when the request ends or is suspended while it
+        waits. A cancelled caller leaves nothing behind.
         """
         pages, states = self._missing(tokens)
         if not pages and not states:
             return
+        holding = self._holding
         grant = await self._core.allocate(
             *(pages, states, self.id),
-            account=self._holding.account,
+            account=holding.account,
             wait=wait,
             timeout=timeout,
             spans=self._spans_missing(pages),
         )
-        if self._over:  # ended by another task at the moment of the hand-over
+        # Ended, suspended or opened again by another task at the moment of the hand-over?
+        if self._over or self._holding is not holding:
             self._core.release_grant(grant)
-            self._check_alive()
-        self._holding.take(grant)
+            self._check_holds(holding)
+        holding.take(grant)
 
     def allocate_nowait(self, tokens: int) -> None:
         """`allocate` that never waits and never suspends."""
@@ -250,6 +252,7 @@ class Request(Arriving):
         """For `Step`: the pass was given up; what it may have written counts for nothing."""
         if self._over or self._core.stopped:
             return
+        start = max(start, self.boundary)  # the tree's pages are not computed again
         if was_launched and start < self.computed:
             self._tokens_computed -= self.computed - start
             self.computed = start
@@ -260,7 +263,8 @@ class Request(Arriving):
         """Give back room and state, to go on later by `resume`; for preemption.
 
         What is settled is published first, and the working state handed over if it stands on the
-        grid: nothing is copied, and nothing is waited for.
+        grid: nothing is copied, and nothing is waited for. Whatever another task awaits of the
+        request, such as `allocate`, raises there.
         `keep_lease` protects it until then; otherwise it is cache like any other and may go. Raises
         `InvalidRequest` while a step of the request is opened and not launched.
         """
@@ -275,8 +279,10 @@ class Request(Arriving):
         self._give_up_landing()
         self._state_at = None
         self._loads = False
+        self.setbacks += 1
         self.status = "suspended"
         core = self._core
+        core.withdraw(self.id)
         if core.emit is not None:
             core.emit(
                 RequestSuspended(
@@ -378,10 +384,12 @@ class Request(Arriving):
         try:
             twin.computed = self.computed
             await twin.allocate(0, wait=False)
+            held = self._holding
             await copy_private_data(
-                core, self._holding, twin._holding, twin.id, self.fences(), self._check_alive
+                *(core, held, twin._holding, twin.id, self.fences()),
+                lambda: self._check_holds(held),
             )
-            self._check_alive()
+            self._check_holds(held)
             core.opened(twin)
             tell_forked(core, self.id, lease, self.computed)
             twin._state_at = self._state_at

@@ -67,7 +67,8 @@ class Standing:
         self._tokens_loaded: int = 0
         self._loads = bool(lease.load)  # what it stands on is on its way from the host ...
         self._begun: Begun | None = None  # ... and passes may build on it already
-        self.setbacks: int = 0  # how often what passes ran on did not arrive
+        # How often what passes ran on was taken from under them: it did not arrive, or `suspend`.
+        self.setbacks: int = 0
         self._steps: dict[int, Step] = {}  # opened and not over
 
     def stands_on_loaded(self) -> None:
@@ -216,13 +217,14 @@ class Standing:
         Raises `CopyFailed`; if the copy takes too long, it may write the slot at any time, so that
         is the request's no more.
         """
+        holding = self._holding
         try:
             await self._core.call(copy)
         except CopyFailed:
             if not self._over and slot == self.state_slot and self._core.touching((slot,), ()):
                 self._holding.drop_working(self.fences())
             raise
-        self._check_alive()
+        self._check_holds(holding)
 
     def _give_up_landing(self) -> None:
         """No pass waits any longer for what is on its way: nobody wants its results."""
@@ -247,6 +249,12 @@ class Standing:
             raise StaleHandle(f"{self} is over")
         if self._is_suspended():
             raise InvalidRequest(f"{self} is suspended: resume comes first")
+
+    def _check_holds(self, holding: Holding) -> None:
+        """After a wait: raise unless the request lives and still holds what it held before."""
+        self._check_alive()
+        if self._holding is not holding:
+            raise StaleHandle(f"{self} was suspended and resumed meanwhile")
 
     def _check_launched(self, what: str) -> None:
         if any(step.state == "opened" for step in self._steps.values()):

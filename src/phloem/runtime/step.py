@@ -110,6 +110,8 @@ class Step:
         was_launched = self.state == "launched"
         self._ticket.abandon()
         for request in self.requests:
+            if was_launched and request.setbacks != self._setbacks[request.id]:
+                continue  # what it wrote counts for nothing already
             request.step_abandoned(self._starts[request.id], was_launched=was_launched)
         self._tell(self.state, self._core.domain.caller_context())
 

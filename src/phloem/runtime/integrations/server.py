@@ -215,7 +215,8 @@ class HybridServer(Generic[R]):
                     self._may_decode.clear()
                     computed, logits = await self._prefill(request, prompt, max_new)
             finally:
-                self._may_decode.set()  # the next prompt has the turn by now and clears it
+                if not self._turn.locked():  # else it was cancelled while it waited for its turn
+                    self._may_decode.set()  # the next prompt was woken before, and clears it
             first = self._clock()
             answer = await self._decode(request, logits, len(prompt), max_new)
             await request.finish(publish=self._publish)
