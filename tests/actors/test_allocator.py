@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from serving import ATTENTION, PAGE, House, compute, house, rounds, run, seed
 
 from phloem import Grant, InvalidRequest, NoRoom, PoolFigures, StaleHandle
+from phloem.actors.domain import Reply
 from phloem.events import Evicted, Granted, Refused, Waited
 
 
@@ -345,6 +347,9 @@ async def test_those_who_left_behind_one_who_waits_are_not_in_the_line(inline: b
             with pytest.raises(asyncio.CancelledError):
                 await leaves
         assert here.cache.stats().waiting == here.cache.core.ledger.waiting == 1
+        del leaves
+        gc.collect()
+        assert sum(type(one) is Reply for one in gc.get_objects()) < 10, "nobody waits for these"
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits

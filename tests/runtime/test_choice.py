@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from msgspec import structs
 from serving import PAGE, House, compute, house, run, serve
@@ -130,6 +132,27 @@ async def test_rates_are_measured_where_none_are_given(inline: bool) -> None:
             await serve(here, PROMPT)
         assert estimates.load_bytes_per_s is not None and estimates.load_bytes_per_s > 0
         assert estimates.prefill_tokens_per_s is None, "passes of a few tokens tell nothing"
+
+
+async def test_a_pass_that_was_given_up_tells_nothing(inline: bool) -> None:
+    prompt = run(1, 20 * PAGE)
+    async with house(inline=inline, loads="cheapest", **HOST) as here:
+        estimates = here.cache.core.estimates
+        assert estimates is not None
+        for kept in (False, True):
+            for _ in range(8):
+                async with here.cache.request(prompt) as request:
+                    await request.allocate(len(prompt))
+                    await request.ready()
+                    step = here.cache.step([request], stream=here.stream)
+                    here.stream.run(time.sleep, 0.001)
+                    step.launched({request: len(prompt)})
+                    if kept:
+                        step.end()
+                    else:
+                        step.abandon()
+                    await step.over()
+            assert (estimates.prefill_tokens_per_s is not None) == kept
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from serving import (
 from streams.fake_device import FakeDriver
 
 from phloem import ModelLayout, Request, TransferFailed
+from phloem.actors.domain import Reply
 from phloem.actors.tree.tiering import CLOSED_MS, FAILURES_MAX
 from phloem.cuda_streams.clocks import LoopClock
 from phloem.cuda_streams.device import DeviceEngine
@@ -186,6 +188,21 @@ async def test_nobody_waits_for_a_load_that_hangs(layout: ModelLayout, inline: b
         await here.settled()  # what comes late goes back
         assert targets & set(here.cache.core.ledger.kv.free_places)
         assert (await here.cache.match(prompt)).usable == END
+
+
+async def test_who_looks_again_and_again_for_a_load_leaves_nothing_behind(inline: bool) -> None:
+    async with roomy(inline) as here:
+        prompt = await on_the_host(here)
+        here.gate.hang("load")
+        lease = await here.cache.acquire(prompt, owner="impatient")
+        for _ in range(50):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(lease.ready(), 0.001)
+        gc.collect()
+        assert sum(type(one) is Reply for one in gc.get_objects()) < 10
+        here.gate.open()
+        assert (await lease.ready()).usable == END
+        lease.release()
 
 
 @BOTH

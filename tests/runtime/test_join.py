@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from msgspec.structs import replace
 
 from phloem import CacheConfig, CacheRuntime, ModelLayout, NoRoom, Request, StateSpec
+from phloem.actors.domain import Reply
 
 HYBRID = ModelLayout.hybrid(
     kv_layers=1,
@@ -181,6 +183,25 @@ async def test_a_cancelled_follower_leaves_nothing_behind() -> None:
         assert cache.stats().requests == 1
         assert await compute(cache, leader) == len(SHARED) + 2
         await cache.audit()
+
+
+async def test_followers_that_try_again_and_again_leave_nothing_behind() -> None:
+    async with (
+        CacheRuntime(config(HYBRID, False)) as cache,
+        cache.request([*SHARED, 1], id="leader") as leader,
+    ):
+        await prepare(leader)
+        async with cache.request([*SHARED, 2], id="follower") as request:
+            for _ in range(50):
+                await request.join(timeout=0.001)
+            gc.collect()
+            assert sum(type(one) is Reply for one in gc.get_objects()) < 10
+            waiting = asyncio.ensure_future(request.join())
+            await asyncio.sleep(0.01)
+            while leader.computed < len(SHARED):
+                await chunk(cache, leader)
+            await waiting
+            assert request.computed == len(SHARED)
 
 
 async def test_a_reset_lets_followers_go() -> None:

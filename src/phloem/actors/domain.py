@@ -287,6 +287,7 @@ class Domain:
         except BaseException:  # cancelled, or given up by whoever drives a caller without a loop
             if undo is not None:
                 reply.abandoned = True
+                self._outstanding.pop(reply, None)  # it may never be settled
                 if reply.done:
                     if reply.error is None:
                         undo(reply.value)

@@ -37,6 +37,7 @@ class Step:
         self._ticket = StepTicket(stream, post=core.post, label=f"step {number}")
         self._starts = {request.id: request.computed for request in self.requests}
         self._setbacks = {request.id: request.setbacks for request in self.requests}
+        self._spans: list[tuple[int, int]] = []  # that it was launched for
         if core.emit is not None:
             context = core.domain.caller_context()
             self._tell("opened", context)
@@ -94,10 +95,10 @@ class Step:
         for request, (end, state_at) in reached.items():
             request.check_end(end, state_at)
         self._ticket.launched(None if stream is None else self._core.streams.named(stream))
-        spans = [(self._starts[request.id], end) for request, (end, _) in reached.items()]
+        self._spans = [(self._starts[request.id], end) for request, (end, _) in reached.items()]
         for request, (end, state_at) in reached.items():
             request.step_launched(end, state_at)
-        self._core.watch_pass(spans, self.fence)
+        self._core.watch_pass(self._spans, self.fence)
         self._tell(self.state, self._core.domain.caller_context())
 
     def end(self) -> None:
@@ -108,6 +109,7 @@ class Step:
     def abandon(self) -> None:
         """Give the pass up: what it wrote counts for nothing."""
         was_launched = self.state == "launched"
+        self._spans.clear()  # it may end early: its time says nothing of how long they take
         self._ticket.abandon()
         for request in self.requests:
             if was_launched and request.setbacks != self._setbacks[request.id]:

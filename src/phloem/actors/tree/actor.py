@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 from phloem.actors import messages as m
 from phloem.actors.actions import (
@@ -225,7 +226,9 @@ class TreeActor:
         if leader is None:
             return False
         joined = (message.lease.owner if message.for_good else "", self._domain.later())
-        self._joined.setdefault(leader.id, []).append(joined)
+        waiting = self._joined.setdefault(leader.id, [])
+        waiting.append(joined)
+        joined[1].on_abandoned = partial(waiting.remove, joined)
         if message.for_good:
             self._let_waiters_retry()  # one less who might give back
         return LATER

@@ -7,6 +7,7 @@ granted or refused, copies that have ended, and requests that wait for a load.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from msgspec import structs
 
@@ -272,7 +273,9 @@ class Tiering:
         if not lease.load:
             return None
         reply = self._domain.later()
-        self._loading.setdefault(lease.id, []).append(reply)
+        waiting = self._loading.setdefault(lease.id, [])
+        waiting.append(reply)
+        reply.on_abandoned = partial(waiting.remove, reply)
         return LATER
 
     def _wake(self, number: int) -> None:
