@@ -10,6 +10,9 @@ from msgspec import convert
 
 from phloem import CacheConfig, CacheRuntime
 from phloem.actors.tree.audit import audit_tree
+from phloem.cuda_streams.clocks import LoopClock
+from phloem.cuda_streams.engine import CHANNELS, CopyEngine, Post
+from phloem.cuda_streams.virtual import Link, VirtualEngine
 from phloem.runtime.costs.model import Geometry
 from phloem.runtime.replay.live import LiveReplay
 from phloem.runtime.replay.requests import prepare
@@ -119,6 +122,15 @@ def test_all_three_hit_the_same(name: str, shrink: int, policy: str) -> None:
     assert simulate(scenario, seed=3).result == hits
 
 
+def in_turn(post: Post) -> CopyEngine:
+    """Copies end in the order in which they were asked for, however late that is.
+
+    Which of two threads ends first would decide what was used last.
+    """
+    links = dict.fromkeys(CHANNELS, Link(10**15))
+    return VirtualEngine(LoopClock(asyncio.get_running_loop()), links=links, post=post)
+
+
 ROOM: dict[str, object] = {"device_pages": 420, "device_states": 12}
 HOST: dict[str, object] = {"host_bytes": 400_000}
 TIERS: dict[str, dict[str, object]] = {
@@ -165,7 +177,7 @@ def test_tiers_and_one_memory_too(name: str, shrink: int, tiers: str, policy: st
         assert totals.bytes_to_device > 0
 
     async def live() -> list[tuple[int, int]]:
-        async with CacheRuntime(config) as cache:
+        async with CacheRuntime(config, engine=in_turn) as cache:
             return await served(cache, asked)
 
     async def scenario(sim: Simulation) -> list[tuple[int, int]]:

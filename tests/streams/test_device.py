@@ -230,9 +230,9 @@ async def test_a_lost_device_fails_everything_at_once(bench: Bench) -> None:
     driver = bench.driver
     good = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
     await good
+    waits = engine.submit(CopyBatch("h2d", (load(bench, 1, 2),), after=(Fence(),)))
     driver.lost = True
     bad = engine.submit(CopyBatch("d2h", (backup(bench, 1, 2),)))
-    waits = engine.submit(CopyBatch("h2d", (load(bench, 1, 2),), after=(Fence(),)))
     for ticket in (bad, waits):
         with pytest.raises(EngineDead):
             await ticket
