@@ -620,6 +620,9 @@ async def test_a_runtime_that_does_not_open_leaves_no_thread(
         patched.setattr("phloem.runtime.lifetime.Core", unmade)
         await cache.open()
     assert closed == [True]
+    for device in ("nonsense", 5.0):
+        with pytest.raises(InvalidRequest, match="cannot be used"):
+            CacheRuntime(config, device=device)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(InvalidRequest, match="not a sink"):
         CacheRuntime(config, events="events.jsonl")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(InvalidRequest, match="other layers"):

@@ -120,6 +120,10 @@ class TestModelLayout:
             ModelLayout.from_layers([LayerSpec()])
         with pytest.raises(InvalidRequest, match="no torch dtype"):
             KVSpec((1, 2), (1, 2), "bfloat17")
+        with pytest.raises(InvalidRequest, match="names are like 'bfloat16'"):
+            StateSpec("s", (4,), torch.float32)  # type: ignore[arg-type]  # on purpose
+        with pytest.raises(InvalidRequest, match="positive"):
+            StateSpec("s", 4)  # type: ignore[arg-type]  # on purpose
         with pytest.raises(InvalidRequest, match="positive"):
             StateSpec("s", (0, 4))
         with pytest.raises(InvalidRequest, match="at least 1"):

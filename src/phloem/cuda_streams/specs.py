@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -36,14 +36,15 @@ def aligned(size: int) -> int:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype called `name`; InvalidRequest if there is none."""
-    found: object = getattr(torch, name, None)
+    found: object = getattr(torch, name, None) if type(name) is str else None
     if not isinstance(found, torch.dtype):
-        raise InvalidRequest(f"no torch dtype is called {name!r}")
+        raise InvalidRequest(f"no torch dtype is called {name!r}; names are like 'bfloat16'")
     return found
 
 
-def _check_shape(what: str, shape: tuple[int, ...]) -> None:
-    if not shape or any(size < 1 for size in shape):
+def _check_shape(what: str, shape: object) -> None:
+    sizes = cast("Sequence[int]", shape) if isinstance(shape, Sequence) else ()
+    if not sizes or any(size < 1 for size in sizes):
         raise InvalidRequest(f"{what} must be one or more positive sizes, not {shape}")
 
 

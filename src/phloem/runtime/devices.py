@@ -33,11 +33,11 @@ def pools_for(
 ) -> DevicePools:
     """The pools given, or new ones on `device`, by default in CPU memory.
 
-    Raises `InvalidRequest` when pools were given that are elsewhere, have other pages, or keep
-    other layers than the configured model does.
+    Raises `InvalidRequest` for a device that is not there, and when pools were given that are
+    elsewhere, have other pages, or keep other layers than the configured model does.
     """
     if pools is None:
-        return _new_pools(config, "cpu" if device is None else device)
+        return _new_pools(config, "cpu" if device is None else _usable(device))
     if parse_bytes(config.device_bytes) and pools.frame is None:
         raise InvalidRequest(
             "device_bytes needs pools that share one memory, as DevicePools.share makes them; "
@@ -55,6 +55,15 @@ def pools_for(
     if device is not None and not _same(torch.device(device), pools.device):
         raise InvalidRequest(f"the pools are on {pools.device}, not on {device}")
     return pools
+
+
+def _usable(device: str | torch.device) -> str | torch.device:
+    """`device`, which torch can reach. Raises `InvalidRequest` with torch's reason if it cannot."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise InvalidRequest(f"device {device!r} cannot be used: {error}") from error
+    return device
 
 
 def _new_pools(config: CacheConfig, device: str | torch.device) -> DevicePools:
