@@ -191,6 +191,10 @@ def test_who_may_serve_where(path: Path) -> None:
     with serve_top(path):  # the socket of a process that has died is taken over
         LiveView(path).close()
     path.write_text("a file")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=str(path)):
         serve_top(path)
+    with pytest.raises(OSError, match=str(path)):
+        LiveView(path)
+    with pytest.raises(OSError, match="too long.*xxx"):
+        serve_top(path.with_name("x" * 200))
     assert path.read_text() == "a file"

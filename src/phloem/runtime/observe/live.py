@@ -16,6 +16,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable
+from errno import EINVAL
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -161,11 +162,19 @@ def _listen(path: Path) -> socket.socket:
         listener.bind(str(path))
         path.chmod(stat.S_IRUSR | stat.S_IWUSR)  # before anybody can connect: it does not listen
         listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _at(path, error) from error
     except BaseException:
         listener.close()
         raise
     listener.setblocking(False)
     return listener
+
+
+def _at(path: Path, error: OSError) -> OSError:
+    """The same error with the path in it, which sockets leave out."""
+    return OSError(error.errno or EINVAL, error.strerror or str(error), str(path))
 
 
 def _remove_if_dead(path: Path) -> None:
@@ -186,6 +195,9 @@ class LiveView:
         self._socket.settimeout(timeout_s)
         try:
             self._socket.connect(str(path))
+        except OSError as error:
+            self._socket.close()
+            raise _at(Path(path), error) from error
         except BaseException:
             self._socket.close()
             raise
