@@ -175,7 +175,9 @@ class History:
             handler(event)
         except KeyError as error:
             if not self.incomplete:
-                raise InvalidRequest(f"the log is not whole: no {error} for {event}") from None
+                raise InvalidRequest(
+                    f"the log is not whole: no event before this one tells of {error}: {event}"
+                ) from None
 
     def path(self, node: int) -> list[Node]:
         """The nodes from the top down to `node`, the root left out; empty when it is gone."""
