@@ -144,6 +144,40 @@ def test_an_interrupt_ends_the_other_processes() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_traces_of_one_name_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Logs of two servers often have the same name; what is asked for twice is shown once."""
+    paths: list[str] = []
+    for folder, second in (("one", [1, 2]), ("two", [3, 4])):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "log.jsonl"
+        lines = [
+            {"timestamp": 1000 * number, "input_length": 1024, "hash_ids": ids}
+            for number, ids in enumerate(([1, 2], second))
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(str(path))
+    command = ["replay", *paths, paths[0], "--policy", "lru", "--policy", "lru"]
+    command += ["--capacity", "1GiB", "--capacity", "1024MiB", "--json"]
+    assert main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(run["trace"], run["hit_rate"]) for run in report["runs"]] == [
+        (paths[0], 0.25),
+        (paths[1], 0.0),
+    ]
+    assert [one["trace"] for one in report["bounds"]] == paths
+    work = prepare(sample(TRACE), name="one", limit=2)
+    with pytest.raises(InvalidRequest, match="same name"):
+        replay([work, work], Settings(geometry=geometry_named("marconi7b")), ["lru"], ["5%"])
+
+
+def test_results_are_written_though_they_cannot_be_drawn(tmp_path: Path) -> None:
+    command = ["replay", TRACE, "--limit", "5", "--no-bounds", "--json", str(tmp_path / "j")]
+    assert main([*command, "--plot", str(tmp_path / "picture.unknown")]) == 2
+    assert json.loads((tmp_path / "j").read_bytes())["runs"]
+
+
 def test_a_placement_counts_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     def states(*options: str) -> float:
         asked = ["replay", TRACE, "--capacity", "9000%", "--no-bounds", "--json", *options]

@@ -173,6 +173,29 @@ def test_azure_s_prompts_share_nothing(tmp_path: Path) -> None:
         list(read_azure(write(path, "TIMESTAMP,ContextTokens,GeneratedTokens", "noon,4,10")))
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        "2023-11-16 18:15:47",
+        "2023-11-16 18:15:47,5",
+        "2023-11-16 18:15:47+00:00,5,4",
+        "x" * 200_000 + ",5,4",
+    ],
+    ids=["no lengths", "one length", "a time zone", "a long field"],
+)
+def test_what_is_no_row_of_azure_s_is_refused(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    head = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44"]
+    with pytest.raises(InvalidRequest, match="azure"):
+        list(read_azure(write(path, *head, row)))
+
+
+def test_rows_of_azure_s_that_are_out_of_order_do_not_come_before_the_start(tmp_path: Path) -> None:
+    rows = ["2023-11-16 18:15:46.68,374,44", "2023-11-16 18:15:40.00,5,4"]
+    path = write(tmp_path / "azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", *rows)
+    assert [request.at_s for request in read_azure(path)] == [0.0, 0.0]
+
+
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"no trace of a known format.*none of hash_ids"):
         read_trace(write(tmp_path / "x.jsonl", {"hello": 1}))

@@ -41,12 +41,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         report = _report(options, console)
         for trace in report.traces:
             show(report, trace, console)
-        if options.plot is not None:
-            draw(report, options.plot)
         if options.decisions is not None:
             write(options.decisions, _decisions(report))
         if options.json is not None:
             _write_without_decisions(report, options.json)
+        if options.plot is not None:  # last: what cannot be drawn is written all the same
+            draw(report, options.plot)
     except BrokenPipeError:
         raise
     except (InvalidRequest, OSError) as error:
@@ -121,7 +121,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _workload(name: str, options: argparse.Namespace) -> Workload:
+def _names(traces: Sequence[str]) -> dict[str, str]:
+    """What each trace is called: its file's name without endings, or its path where names repeat.
+
+    A trace that is given twice is one.
+    """
+    stems = {trace: Path(trace).name.partition(".")[0] for trace in traces}
+    told = list(stems.values())
+    return {
+        trace: stem if told.count(stem) == 1 and stem else trace for trace, stem in stems.items()
+    }
+
+
+def _workload(name: str, called: str, options: argparse.Namespace) -> Workload:
     path = SAMPLES.get(name) or Path(name)
     if is_sessions(path):
         layout = Sessions(
@@ -138,9 +150,7 @@ def _workload(name: str, options: argparse.Namespace) -> Workload:
         requests = read_sessions(path, layout)
     else:
         requests = read_trace(path, empty=True)
-    return prepare(
-        requests, name=path.name.partition(".")[0], block=options.block, limit=options.limit
-    )
+    return prepare(requests, name=called, block=options.block, limit=options.limit)
 
 
 def _placement(text: str | None) -> Placement | None:
@@ -177,10 +187,11 @@ def _report(options: argparse.Namespace, console: Console) -> Report:
         decisions=options.decisions is not None,
     )
     with _progress(console) as progress:
-        task = progress.add_task("reading", total=len(options.traces))
+        names = _names(options.traces)
+        task = progress.add_task("reading", total=len(names))
         workloads: list[Workload] = []
-        for name in options.traces:
-            workloads.append(_workload(name, options))
+        for name, called in names.items():
+            workloads.append(_workload(name, called, options))
             progress.advance(task)
 
         def told(ended: int, total: int, which: str) -> None:

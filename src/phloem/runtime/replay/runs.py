@@ -222,12 +222,15 @@ def replay(
     """Every policy at every capacity on every trace, in `jobs` processes.
 
     `told` hears how many runs have ended, of how many, and which did. Results do not depend on
-    `jobs`. Raises `InvalidRequest` for unknown names and bad sizes before anything runs.
+    `jobs`. What is asked for twice runs once. Raises `InvalidRequest` for unknown names, bad sizes
+    and two traces of one name, before anything runs.
     """
     if not workloads or not capacities or jobs < 1:
         raise InvalidRequest(
             f"{len(workloads)} traces, {len(capacities)} capacities, {jobs} processes"
         )
+    if len({workload.name for workload in workloads}) < len(workloads):
+        raise InvalidRequest("two traces have the same name: their results could not be told apart")
     tasks: list[_Task] = []
     for which, workload in enumerate(workloads):
         for text in capacities:
@@ -237,6 +240,7 @@ def replay(
                 tasks.append((which, policy, capacity))
             if settings.bounds:
                 tasks.append((which, None, capacity))
+    tasks = list(dict.fromkeys(tasks))
     results: dict[_Task, Run | BoundsOf] = {}
     for task, result in _carried_out(list(workloads), settings, tasks, jobs):
         results[task] = result

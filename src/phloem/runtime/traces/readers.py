@@ -348,24 +348,25 @@ def read_token_log(path: Path) -> Iterator[TraceRequest]:
 
 def read_azure(path: Path) -> Iterator[TraceRequest]:
     """Azure's inference traces: arrivals and lengths. No two prompts share anything."""
-    rows = csv.DictReader(line for _, line in lines_of(path))
+    rows = csv.DictReader((line for _, line in lines_of(path)), restval="")
     start: datetime | None = None
     made = 0
-    for number, row in enumerate(rows, 2):
+    for number, row in enumerate(_rows(path, rows), 2):
         try:
             at = datetime.fromisoformat(row["TIMESTAMP"][:26])
             length, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        except (KeyError, ValueError) as error:
+            start = start or at
+            at_s = max(0.0, (at - start).total_seconds())
+        except (KeyError, ValueError, TypeError) as error:  # TypeError: only one has a time zone
             raise InvalidRequest(f"{path.name}, line {number}: {error!r}") from error
         if length > _LENGTH_MAX:
             raise InvalidRequest(
                 f"{path.name}, line {number}: a prompt of {length} tokens; {_LENGTH_MAX} at most"
             )
-        start = start or at
         if length < 1:
             continue
         yield TraceRequest(
-            at_s=(at - start).total_seconds(),
+            at_s=at_s,
             session="",
             blocks=np.arange(made, made + length, dtype=np.int32),
             block_size=1,
@@ -373,6 +374,13 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
             output=output,
         )
         made = (made + length) % 2**30
+
+
+def _rows(path: Path, rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise InvalidRequest(f"{path.name}: {error}") from error
 
 
 _BY_FIELD: tuple[tuple[str, Callable[[Path], Iterator[TraceRequest]]], ...] = (
