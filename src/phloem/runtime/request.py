@@ -350,6 +350,8 @@ class Request(Arriving):
     async def fork(self, name: str | None = None) -> Request:
         """A second request that continues from here with its own private state.
 
+        The caller must `finish` or `abort` it.
+
         Publishes what is settled first. The fork reads the same pages; the last partial page and
         the working state are copied. Raises `NoRoom` rather than wait for room: who forks holds
         what others wait for, and nobody could know that it waits. With sliding windows it raises
