@@ -51,8 +51,9 @@ class CacheRuntime(OpenRuntime):
             async with cache.request(tokens) as request:
                 ...
 
-    `pools` are allocated on `device` unless given. `events` is a sink that gets every event (see
-    `phloem.runtime.tracing`); None costs nothing. `metrics` counts them (see `serve_metrics`).
+    `pools` are allocated on `device` unless given; then their own sizes count, not the config's,
+    and no other runtime may use them at the same time. `events` is a sink that gets every event
+    (see `phloem.runtime.tracing`); None costs nothing. `metrics` counts them (see `serve_metrics`).
     `engine` makes the copy engine from a function that posts to the loop; the default copies in
     worker threads. May be opened in one task and closed in another.
 
