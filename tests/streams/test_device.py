@@ -147,6 +147,22 @@ async def test_a_fence_that_is_not_recorded_is_refused(bench: Bench) -> None:
     stream.close()
 
 
+async def test_what_is_recorded_on_a_stream_that_was_closed_is_told(bench: Bench) -> None:
+    driver, post = bench.driver, LoopPoster(asyncio.get_running_loop())
+    forward = driver.new_stream("forward")
+    assert isinstance(forward, FakeStream)
+    stream, gate = DeviceStream("forward", forward, driver, post), threading.Event()
+    step = StepTicket(stream, post=post)
+    stream.close()
+    forward.put(lambda: (gate.wait(), None)[1])
+    step.abandon()
+    await asyncio.sleep(0.01)
+    assert not step.fence.passed, "it may be running"
+    gate.set()
+    await asyncio.wait_for(step.fence.reached(), 60)
+    stream.close()
+
+
 async def test_f103_bulk_goes_through_a_window_and_urgent_past_it(bench: Bench) -> None:
     gate, order = threading.Event(), list[int]()
 

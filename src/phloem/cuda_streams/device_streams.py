@@ -32,14 +32,22 @@ class EventWaiter:
         self._changed = threading.Condition()
         self._queue: deque[tuple[object, Callable[[Exception | None], None]]] = deque()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=f"phloem-{name}", daemon=True)
+        self._name = f"phloem-{name}"
+        self._start()
+
+    def _start(self) -> None:
+        self._serving = True
+        self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
         self._thread.start()
 
     def after(self, event: object, fn: Callable[[Exception | None], None]) -> None:
         """Call `fn(error)` in the waiter's thread once the event has happened or cannot."""
         with self._changed:
             self._queue.append((event, fn))
-            self._changed.notify_all()
+            if self._serving:
+                self._changed.notify_all()
+            else:
+                self._start()  # it was closed, but what was recorded since has to be told, too
 
     def close(self) -> None:
         """End the thread once all that it was given has happened. Blocks; idempotent."""
@@ -57,6 +65,7 @@ class EventWaiter:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
+                self._serving = False
                 return False
             event, fn = self._queue.popleft()
         error: Exception | None = None
