@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -272,8 +273,9 @@ def test_top_follows_a_log(log: Path, tmp_path: Path) -> None:
     watch(path, once=True, console=Console(file=out, width=100))
     last = out.getvalue()[-3000:]
     assert "pools" in last and re.search(r"\d+ of 40 ", last) and "reused" in last
-    with pytest.raises(InvalidRequest):
-        watch(path, every_s=0)
+    for every_s in (0.0, math.inf, math.nan, -1.0):
+        with pytest.raises(InvalidRequest, match="interval"):
+            watch(path, every_s=every_s)
 
 
 def test_a_tail_waits_for_torn_lines(log: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from observe.driver import Driver, config
 from rich.console import Console
 
 from phloem import CacheRuntime, InvalidRequest
-from phloem.events import RequestOpened, ResetDone, RuntimeStarted
+from phloem.events import Event, RequestOpened, ResetDone, RuntimeStarted
 from phloem.runtime.cli import main
 from phloem.runtime.observe import live as live_module
 from phloem.runtime.observe.live import LiveEvents, LiveView, serve_top
@@ -178,6 +178,22 @@ def test_what_does_not_fit_is_counted(path: Path) -> None:
         assert live.missed > 0
         view = LiveView(path)
         assert view.look(1.0).missed == live.missed
+        view.close()
+
+
+def test_viewers_are_answered_however_much_happens(path: Path) -> None:
+    """Events that come as fast as they are counted keep nobody waiting, nor the one who closes."""
+    with serve_top(path) as live:
+        add = live._figures.add
+
+        def add_and_more(time: float, event: Event) -> None:
+            add(time, event)
+            live(event)
+
+        live._figures.add = add_and_more  # type: ignore[method-assign]  # the next one is there
+        live(STARTED)
+        view = LiveView(path, timeout_s=30)
+        assert view.look(1.0).started
         view.close()
 
 

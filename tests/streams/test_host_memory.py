@@ -126,3 +126,20 @@ def test_f089_pieces_below_the_limit_of_a_call_and_a_refused_one_undoes_the_othe
     with pytest.raises(HostMemoryShort, match="10 available"):
         short(100, 4096)
     assert memory(0, 4096).rows.shape == (0, 4096)
+
+
+def test_memory_that_the_system_refuses_is_short() -> None:
+    """A limit of the process alone, which no figure of the machine tells."""
+    rows = 1 << 29  # of as many bytes: more than there are addresses
+
+    def enough() -> int:
+        return 1 << 62
+
+    def register(address: int, nbytes: int) -> None:
+        raise AssertionError(f"{nbytes} bytes at {address} were taken")
+
+    pinned = PinnedMemory(register, lambda _: None, available=enough)
+    with pytest.raises(HostMemoryShort, match="refused"):
+        pinned(rows, rows)
+    with pytest.raises(HostMemoryShort, match="refused"):
+        ordinary_memory(rows, rows, available=enough)

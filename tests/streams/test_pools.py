@@ -276,6 +276,7 @@ class TestAdopted:
             (3, "v", k[:, :3], "v of layer 3 must be bfloat16"),
             (3, "k", k.transpose(1, 2).contiguous().transpose(1, 2), "k of layer 3 has holes"),
             (7, "v", k[:5], "differ in their first size"),
+            (7, "v", k[:0], "v of layer 7 has no rows"),
             (7, "v", k.to("meta"), "one device"),
             (0, "conv", None, "missing .*'conv'"),
             (3, "conv", k, "surplus .*'conv'"),

@@ -73,10 +73,14 @@ def _check(nbytes: int, available: Callable[[], int]) -> None:
 def ordinary_memory(
     count: int, row_bytes: int, *, available: Callable[[], int] = available_bytes
 ) -> HostMemory:
-    """Zeroed memory that is not pinned: for the CPU. Raises HostMemoryShort before taking any."""
+    """Zeroed memory that is not pinned: for the CPU. Raises HostMemoryShort with nothing taken."""
     _check(count * row_bytes, available)
-    with torch.inference_mode(False):
-        return HostMemory(torch.zeros((count, row_bytes), dtype=torch.uint8), max(1, count))
+    try:
+        with torch.inference_mode(False):
+            rows = torch.zeros((count, row_bytes), dtype=torch.uint8)
+    except RuntimeError as error:  # a limit that `available` does not know, of this process
+        raise HostMemoryShort(count * row_bytes, available(), f"refused: {error}") from error
+    return HostMemory(rows, max(1, count))
 
 
 class PinnedMemory:
@@ -113,8 +117,12 @@ class PinnedMemory:
         _check(nbytes, self._available)
         if nbytes == 0:
             return HostMemory(torch.zeros((count, row_bytes), dtype=torch.uint8), max(1, count))
+        try:
+            block = mmap.mmap(-1, nbytes)
+        except OSError as error:  # a limit that `available` does not know, of this process
+            raise HostMemoryShort(nbytes, self._available(), f"refused: {error}") from error
         with torch.inference_mode(False):
-            flat = torch.frombuffer(block := mmap.mmap(-1, nbytes), dtype=torch.uint8)
+            flat = torch.frombuffer(block, dtype=torch.uint8)
         # Pieces are whole rows and whole memory pages: neighbours must not share a page.
         unit = _PAGE // math.gcd(_PAGE, row_bytes)
         piece_rows = max(1, self._piece_bytes // (row_bytes * unit)) * unit

@@ -98,6 +98,8 @@ def _adopted_rows(name: str, tensor: Tensor, want: _Wanted) -> Tensor:
             f"{name} must be {want.dtype} [n, {', '.join(map(str, want.shape))}], "
             f"not {tensor.dtype} {list(tensor.shape)}"
         )
+    if not len(tensor):
+        raise InvalidRequest(f"{name} has no rows; at least 1 (number 0 is reserved)")
     if not tensor[:1].is_contiguous():
         raise InvalidRequest(f"{name} has holes within a row: strides {tensor.stride()}")
     return tensor.view(tensor.shape[0], -1).view(torch.uint8)

@@ -29,14 +29,15 @@ from phloem.events import Event
 from phloem.runtime.observe.figures import Figures
 from phloem.runtime.observe.snapshot import Snapshot, snapshot
 
-__all__ = ["LiveEvents", "LiveView", "serve_top"]
+__all__ = ["EVERY_MAX_S", "LiveEvents", "LiveView", "serve_top"]
 
 KEPT = 2000  # spans of each kind that are remembered
 _CLIENTS_MAX = 8
 _LINE_MAX = 64
 _WAKE_S = 0.1
 _BACKLOG = 16
-_EVERY_MAX_S = 1e6
+EVERY_MAX_S = 1e6
+"""So many seconds may be between two looks."""
 
 
 class LiveEvents:
@@ -92,7 +93,8 @@ class LiveEvents:
     def _serve(self) -> None:
         while not self._closed:
             ready = self._selector.select(_WAKE_S)
-            while self._queue:  # before anybody is answered: what he has seen happen is in it
+            # Before anybody is answered, what he has seen happen; no more, else it may never end.
+            for _ in range(len(self._queue)):
                 self._figures.add(*self._queue.popleft())
             for key, _ in ready:
                 if key.fileobj is self._listener:
@@ -125,7 +127,7 @@ class LiveEvents:
             self._clients[client] = rest
             for line in lines:
                 every_s = float(line)
-                if not 0 < every_s < _EVERY_MAX_S:
+                if not 0 < every_s <= EVERY_MAX_S:
                     raise ValueError(f"every {every_s} seconds")
                 now = snapshot(self._figures, every_s, missed=self.missed)
                 answer = msgspec.json.encode(now) + b"\n"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from phloem.errors import InvalidRequest
 from phloem.runtime.observe.figures import Figures
-from phloem.runtime.observe.live import KEPT, LiveView
+from phloem.runtime.observe.live import EVERY_MAX_S, KEPT, LiveView
 from phloem.runtime.observe.snapshot import Snapshot, snapshot
 from phloem.runtime.tracing import Entry, EntryDecoder, LineReader
 
@@ -83,8 +83,10 @@ def watch(
 
     Raises `InvalidRequest` for a bad interval.
     """
-    if not every_s > 0:
-        raise InvalidRequest(f"every {every_s} seconds; the interval is above 0")
+    if not 0 < every_s <= EVERY_MAX_S:
+        raise InvalidRequest(
+            f"every {every_s} seconds; the interval is above 0, at most {EVERY_MAX_S:g}"
+        )
     console = console or Console()
     source = LiveView(path) if Path(path).is_socket() else _FollowedLog(path)
     try:
