@@ -33,6 +33,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_tidy.py
 

@@ -84,7 +84,8 @@ def test_public_things_say_what_they_are(path: Path) -> None:
 
 @pytest.mark.parametrize("name", phloem.__all__)
 def test_help_shows_what_a_user_imports(name: str) -> None:
-    assert name in pydoc.plaintext.document(getattr(phloem, name), name)
+    text: pydoc.TextDoc = pydoc.plaintext  # type: ignore[attr-defined]  # typeshed lacks it
+    assert name in text.document(getattr(phloem, name), name)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=named)

@@ -7,6 +7,7 @@ import io
 import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -211,7 +212,7 @@ async def test_positions_of_another_library_are_written_as_numbers(tmp_path: Pat
     with open_log(tmp_path / "log") as log:
         async with CacheRuntime(config, events=log) as cache:
             places = np.array([4, 6])
-            async with cache.request(range(8), breakpoints=places[:1]) as request:
+            async with cache.request(range(8), breakpoints=places[:1]) as request:  # type: ignore[arg-type]  # no sequence
                 await request.allocate(6)
                 await request.ready()
                 with cache.step([request]) as step:
@@ -299,7 +300,7 @@ def test_every_kind_of_event_has_a_level() -> None:
     assert level_of(events.CopyEnded(op=1, error="")) < level_of(
         events.CopyEnded(op=1, error="lost")
     )
-    stopped = {"leases": [], "pages": 0, "states": 0}
+    stopped: dict[str, Any] = {"leases": [], "pages": 0, "states": 0}
     assert level_of(events.RuntimeStopped(why="closed", **stopped)) < level_of(
         events.RuntimeStopped(why="crashed: x", **stopped)
     )

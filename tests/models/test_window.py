@@ -87,7 +87,8 @@ class Windowed:
     ) -> None:
         """Write what a chunk added."""
         for number, table in enumerate(tables):
-            layer, held = cache.layers[number], pools.kv[number]
+            layer: Any = cache.layers[number]
+            held = pools.kv[number]
             for back, at in enumerate(range(end - 1, start - 1, -1), 1):
                 page, offset = table[at // PAGE], at % PAGE
                 held.k[page, offset] = layer.keys[0, :, -back]

@@ -179,6 +179,7 @@ async def test_spans_of_requests_join_the_callers_trace() -> None:
     assert first.start_time is not None and first.end_time is not None
     assert 0 < first.start_time < first.end_time < 1000
     assert spans["r2"].parent is None
+    assert spans["r2"].attributes is not None
     assert spans["r2"].attributes["gen_ai.usage.cache_read.input_tokens"] == 4
     copies = [span for span in exporter.get_finished_spans() if span.name == "phloem.copy"]
     assert copies and all(

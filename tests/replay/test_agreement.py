@@ -108,11 +108,11 @@ def test_all_three_hit_the_same(name: str, shrink: int, policy: str) -> None:
     assert sum(decision.evicted[0] for decision in decisions) > 100, "not what it is about"
     assert not any(decision.skipped for decision in decisions)
 
-    async def live() -> list[int]:
+    async def live() -> list[tuple[int, int]]:
         async with CacheRuntime(config) as cache:
             return await served(cache, asked)
 
-    async def scenario(sim: Simulation) -> list[int]:
+    async def scenario(sim: Simulation) -> list[tuple[int, int]]:
         async with sim.runtime(config) as cache:
             return await served(cache, asked)
 

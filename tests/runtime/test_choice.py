@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -15,7 +16,7 @@ from phloem.runtime.costs.model import Geometry
 
 PROMPT = run(1, 4 * PAGE + 1)
 SQUARES = Geometry(name="s", kv_bytes=1, state_bytes=1, flops_linear=10.0, flops_quadratic=0.1)
-HOST = {"pages": 24, "states": 12, "host_bytes": "1MiB"}
+HOST: dict[str, Any] = {"pages": 24, "states": 12, "host_bytes": "1MiB"}
 
 
 async def only_on_the_host(here: House, *ends: int) -> None:
@@ -165,7 +166,7 @@ async def test_a_pass_that_was_given_up_tells_nothing(inline: bool) -> None:
         {"geometry": structs.replace(SQUARES, flops_linear=0.0)},
     ],
 )
-async def test_wrong_settings_are_refused(wrong: dict[str, object], inline: bool) -> None:
+async def test_wrong_settings_are_refused(wrong: dict[str, Any], inline: bool) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         async with house(inline=inline, **HOST, **wrong):
             pass
@@ -214,7 +215,7 @@ async def test_with_a_geometry_what_is_long_is_loaded_sooner(
     geometry: str | Geometry, usable: int, inline: bool
 ) -> None:
     """Computing takes 1.6 ms by the tokens, 1.86 by their FLOPs, and the load 1.7."""
-    rates = {"prefill_tokens_per_s": 1e4, "load_bytes_per_s": 544 / 1.7e-3}
+    rates: dict[str, Any] = {"prefill_tokens_per_s": 1e4, "load_bytes_per_s": 544 / 1.7e-3}
     async with house(inline=inline, loads="cheapest", geometry=geometry, **rates, **HOST) as here:
         assert 4 * here.cache.pools.page_bytes + here.cache.pools.slot_bytes == 544
         await only_on_the_host(here)

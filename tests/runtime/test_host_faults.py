@@ -51,6 +51,10 @@ def breaks(here: House, fault: Any) -> None:
     here.cache._engine.fault = fault  # type: ignore[union-attr]  # of the fixture
 
 
+def stands_nowhere(request: Request) -> bool:
+    return not request.boundary
+
+
 async def on_the_host(here: House, first: int = 1) -> list[int]:
     prompt = run(first, 3 * PAGE + 1)
     await seed(here, prompt[:END])
@@ -281,7 +285,7 @@ async def test_a_tier_that_fails_again_and_again_is_left_alone_for_a_while(inlin
         for prompt in prompts[:-1]:
             assert not here.cache.stats().host_closed
             request = await here.cache.open_request(prompt)
-            await here.until(lambda lease=request._lease: not lease.boundary)
+            await here.until(partial(stands_nowhere, request))
             request.abort()
             await here.settled()
         assert here.cache.stats().host_closed == f"{FAILURES_MAX} copies in a row failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 from serving import PAGE, House, compute, house, later, run
@@ -15,8 +16,8 @@ from phloem.events import CopyEnded, RequestEnded
 PROMPT = run(1, 4 * PAGE + 1)
 
 
-def roomy(inline: bool, **options: int) -> AbstractAsyncContextManager[House]:
-    sizes = {"pages": 24, "states": 12} | options
+def roomy(inline: bool, **options: Any) -> AbstractAsyncContextManager[House]:
+    sizes: dict[str, Any] = {"pages": 24, "states": 12} | options
     return house(inline=inline, host_bytes="1MiB", **sizes)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -254,7 +255,9 @@ def test_a_trace_on_pools_of_real_size(capsys: pytest.CaptureFixture[str]) -> No
     assert "5 finished" in capsys.readouterr().out
 
 
-def test_virtual_time_is_much_faster_than_real(record_property: pytest.RecordProperty) -> None:
+def test_virtual_time_is_much_faster_than_real(
+    record_property: Callable[[str, object], None],
+) -> None:
     """Users who read and write between turns: the costs of a model of 80 billion weights."""
     import time
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from phloem import CacheConfig, CacheRuntime, NoRoom, Request, StaleHandle
-from phloem.actors.domain import Domain
+from phloem.actors.domain import Domain, Handlers
 from phloem.actors.messages import GiveBack
 from phloem.runtime.simulation import (
     Faults,
@@ -28,7 +27,7 @@ class _Echo:
     name = "echo"
 
     def __init__(self) -> None:
-        self.handlers: dict[type, Callable[..., object]] = {str: str}
+        self.handlers: Handlers = {str: str}
 
 
 async def test_callers_are_let_in_when_sent_messages_leave_the_queue() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from phloem import CacheConfig, CacheRuntime, Namespace, NoRoom, Request
 from phloem.actors import messages as m
@@ -122,10 +124,8 @@ def test_a_state_of_another_position_is_seen() -> None:
     assert "it holds a state of position 8" in violation(scene)
 
 
-def torch_of(words: object) -> object:
-    import torch
-
-    return torch.tensor(words.tolist())  # type: ignore[attr-defined]
+def torch_of(words: Any) -> torch.Tensor:
+    return torch.tensor(words.tolist())
 
 
 def test_a_place_freed_while_a_step_uses_it_is_seen() -> None:

@@ -51,6 +51,7 @@ async def test_streams_wait_for_events_and_the_host_for_nothing(bench: Bench) ->
     stream, gate = DeviceStream("forward", forward, driver, post), threading.Event()
     forward.put(lambda: (gate.wait(), None)[1])
     told, heard = threading.Event(), threading.Event()
+    assert isinstance(engine, DeviceEngine)
     backups, loads = engine._streams["d2h"], engine._streams["h2d"]
     assert isinstance(backups, FakeStream) and isinstance(loads, FakeStream)
     # What runs next ends when it was told that what it waited for is over: then it has begun.

@@ -224,7 +224,9 @@ class TestOrder:
         if bench.kind not in VIRTUAL:  # else the worker runs the first before the next is ready
             engine.submit(CopyBatch("d2h", (backup(bench, [9], [9]),), label="hold"))
             engine.fault = lambda ticket, _: (
-                hold.wait(60) if ticket.batch.label == "hold" else order.append(ticket.batch.label)
+                order.append(ticket.batch.label)
+                if ticket.batch.label != "hold"
+                else (hold.wait(60), None)[1]
             )
         await asyncio.sleep(0.02)
         order.clear()
@@ -375,12 +377,15 @@ class TestWaiting:
         assert heard == [(ticket, threading.current_thread().name)] * 2
 
     async def test_done_means_quiet(self, bench: Bench) -> None:
+        def note(ticket: Ticket, seen: list[tuple[bool, TicketState]]) -> None:
+            seen.append((ticket.done, ticket.state))
+
         # State, then fence, then waiters: whoever is woken by any of them finds all three.
         engine = bench.engine()
         for number in range(1, 20):
             seen: list[tuple[bool, TicketState]] = []
             ticket = engine.submit(CopyBatch("d2h", (backup(bench, [number], [number]),)))
-            ticket.quiesced.add_hook(lambda t=ticket, seen=seen: seen.append((t.done, t.state)))
+            ticket.quiesced.add_hook(partial(note, ticket, seen))
             await ticket
             assert ticket.quiesced.passed and seen == [(True, TicketState.DONE)]
             assert engine.inflight_bytes() == 0

@@ -130,7 +130,7 @@ class TestLoopPoster:
 
         def work() -> None:
             for number in range(1000):
-                poster(lambda number=number: heard.append(number))
+                poster(partial(heard.append, number))
             poster(done.set)
 
         thread = threading.Thread(target=work)
@@ -145,7 +145,7 @@ class TestLoopPoster:
 
         def work() -> None:
             for number in range(500):
-                poster(lambda number=number: heard.append(number))
+                poster(partial(heard.append, number))
 
         await asyncio.gather(*(asyncio.to_thread(work) for _ in range(4)))
         await asyncio.sleep(0.01)

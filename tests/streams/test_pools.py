@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -197,9 +198,9 @@ class TestDevicePools:
             ({"page_size": 0}, "page_size is 0"),
         ],
     )
-    def test_bad_sizes(self, sizes: dict[str, int], message: str) -> None:
+    def test_bad_sizes(self, sizes: dict[str, Any], message: str) -> None:
         with pytest.raises(InvalidRequest, match=message):
-            DevicePools.allocate(HYBRID, **({"pages": 2, "states": 2, "page_size": 1} | sizes))
+            DevicePools.allocate(HYBRID, **{"pages": 2, "states": 2, "page_size": 1, **sizes})
 
 
 class TestAdopted:
@@ -236,8 +237,8 @@ class TestAdopted:
         assert pools.kv[3].v is kv[3][1]
         host = HostPools.allocate(pools, pages=3, states=3)
         assert host.kv_rows.part_bytes == pools.kv_rows.part_bytes
-        (conv,) = {part.untyped_storage().nbytes() for part in host.state_rows.parts(0)}
-        assert host.nbytes == conv + 3 * pools.page_bytes, "alignment is counted"
+        (nbytes,) = {part.untyped_storage().nbytes() for part in host.state_rows.parts(0)}
+        assert host.nbytes == nbytes + 3 * pools.page_bytes, "alignment is counted"
 
     @pytest.mark.not_sim("a real engine")
     async def test_there_and_back(self) -> None:

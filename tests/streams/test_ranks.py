@@ -202,9 +202,11 @@ def test_a_pass_waits_on_each_rank_for_the_layers_there(bed: Bed) -> None:
         def launch(rank: int = rank.number) -> None:
             it, stream = bed.ranks.ranks[rank], own[rank]
             it.enter(made, stream)
-            stream.run(
-                10, lambda: ended.setdefault(rank, bed.on_rank(1 - rank, copy).done or rank == 1)
-            )
+
+            def note() -> None:
+                ended.setdefault(rank, bed.on_rank(1 - rank, copy).done or rank == 1)
+
+            stream.run(10, note)
             it.launched(made, stream)
 
         rank.ready_for(made).add_hook(launch)

@@ -55,7 +55,7 @@ async def test_runs_in_order_on_one_named_thread() -> None:
     with worker() as stream:
         seen: list[tuple[int, threading.Thread]] = []
         for number in range(50):
-            stream.run(lambda n=number: seen.append((n, threading.current_thread())))
+            stream.run(lambda n: seen.append((n, threading.current_thread())), number)
         assert await stream.call(lambda a, b: a + b, 2, b=3) == 5
         assert [number for number, _ in seen] == list(range(50))
         (thread,) = {thread for _, thread in seen}

@@ -123,9 +123,12 @@ class HostWorld(World):
         self.leases.pop(lease.id, None)
         super().unpin(lease)
 
-    def reclaim(self, pages: int = 0, states: int = 0) -> tuple[int, int]:
+    def reclaim(
+        self, pages: int = 0, states: int = 0, spans: Sequence[int] = ()
+    ) -> tuple[int, int]:
         """Evict from the device; what was promised counts, and its copies end at once if `auto`."""
         figures = self.tree.figures()
+        assert not spans, "there are none with a host tier"
         evicted, actions = self.tree.evict(pages, states)
         assert self.freed(actions, "device") == (evicted.pages, evicted.states)
         gone = evicted.pages + evicted.pages_promised, evicted.states + evicted.states_promised

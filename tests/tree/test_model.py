@@ -202,9 +202,13 @@ class Machine(RuleBasedStateMachine):
 
 def run_machine(config: str, examples: int, steps: int) -> int:
     """Returns how many steps there were."""
-    machine = type("Machine", (Machine,), {"config": CONFIGS[config]})
+
+    class Configured(Machine):
+        pass
+
+    Configured.config, Configured.steps = CONFIGS[config], 0
     run_state_machine_as_test(
-        machine,
+        Configured,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -212,7 +216,7 @@ def run_machine(config: str, examples: int, steps: int) -> int:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    return machine.steps
+    return Configured.steps
 
 
 @pytest.mark.parametrize("config", CONFIGS)
