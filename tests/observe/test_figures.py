@@ -6,6 +6,7 @@ from phloem.events import (
     CopyEnded,
     CopyPlanned,
     CopySubmitted,
+    Evicted,
     RequestEnded,
     RequestOpened,
     RuntimeStarted,
@@ -13,6 +14,7 @@ from phloem.events import (
 from phloem.runtime.observe.charts import Bar
 from phloem.runtime.observe.figures import Figures
 from phloem.runtime.observe.gathered import BUCKETS, Gathered, Queue
+from phloem.runtime.observe.snapshot import snapshot
 
 STARTED = RuntimeStarted(page_size=2, grid=2, pages=4, states=2, layout="")
 
@@ -89,3 +91,16 @@ def test_time_may_begin_at_zero() -> None:
     figures.add(0.0, STARTED)
     figures.add(5.0, STARTED)
     assert (figures.first, figures.last, figures.runs) == (0.0, 5.0, [0.0, 5.0])
+
+
+def test_what_goes_without_its_copy_counts_once() -> None:
+    """It was told when it was promised, and is told again when its copy has not been made."""
+    figures = Figures()
+    figures.add(0.0, STARTED)
+    promised = Evicted(pages=1, states=0, pages_promised=3, states_promised=1, why="room")
+    figures.add(1.0, promised)
+    figures.add(1.5, Evicted(pages=2, states=1, why="no_copy"))
+    (gone,) = figures.evictions
+    assert (gone.pages, gone.states) == (4, 1)
+    assert snapshot(figures, 1.0).evicted == {"device": 4}
+    assert figures.uncopied == {"pages": 2, "states": 1}

@@ -169,6 +169,7 @@ class Figures:
         self.occupancy: list[tuple[float, dict[str, dict[Holder, int]]]] = []
         self.lookups: list[Lookup] = []
         self.evictions: list[Eviction] = []
+        self.uncopied = {"pages": 0, "states": 0}  # of what was evicted: its copy was not made
         self.requests: list[RequestSpan] = []
         self.copies: list[CopySpan] = []
         self.steps: list[Span] = []
@@ -302,6 +303,10 @@ class Figures:
         self.note_pools()
 
     def _on_evicted(self, event: Evicted) -> None:
+        if event.why == "no_copy":  # told before, when it was promised
+            self.uncopied["pages"] += event.pages
+            self.uncopied["states"] += event.states
+            return
         pages = event.pages + event.pages_promised
         states = event.states + event.states_promised
         names = () if self.started is None else self.started.spans

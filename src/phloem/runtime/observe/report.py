@@ -55,7 +55,7 @@ _REUSE_CSS = {
     "partial_page": "g",
     "last_token": "d",
 }
-_WHY_CSS = {"room": "b", "asked": "f", "path_cap": "c", "no_copy": "e"}
+_WHY_CSS = {"room": "b", "asked": "f", "path_cap": "c"}
 _COPY_CSS = {
     "copy_state": "a",
     "copy_pages": "f",
@@ -213,7 +213,10 @@ class _Report:
         if not charts:
             return "<p>Nothing was evicted.</p>"
         colours = {why: css for why, css in _WHY_CSS.items() if why in seen}
-        return f"<p>By reason.</p>{legend(colours)}{_pairs(charts)}"
+        pages, states = self._g.uncopied.values()
+        uncopied = f" {pages} pages and {states} states went without their copy to the host."
+        more = uncopied if pages or states else ""
+        return f"<p>By reason.{more}</p>{legend(colours)}{_pairs(charts)}"
 
     def _bars(self, title: str, bands: Sequence[Band], width: int = WIDTH) -> str:
         edges = self._g.edges

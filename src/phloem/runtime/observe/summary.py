@@ -53,6 +53,9 @@ def _evictions(g: Gathered) -> Iterator[str]:
     for (tier, what), by_reason in sorted(g.gone.items()):
         reasons = ", ".join(f"{sum(rows):g} {words(why)}" for why, rows in by_reason.items())
         yield f"{what} evicted from the {tier}: {reasons}"
+    if any(g.uncopied.values()):
+        pages, states = g.uncopied.values()
+        yield f"{pages} pages and {states} states of these went without their copy to the host"
 
 
 def _copies(g: Gathered) -> Iterator[str]:
