@@ -229,6 +229,7 @@ def test_trace_and_explain(log: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["explain", "{log}", "--request", "nobody"], "has no request 'nobody'"),
         (["trace", "{log}", "--at", "noon"], "--at noon is no time"),
+        (["trace", "{log}", "--at", "+nan"], "--at +nan is no time"),
         (["trace", "{log}", "--run", "9"], "has 2 runs, no run 9"),
         (["trace", "{none}"], "No such file"),
         (["report", "{empty}"], "no RuntimeStarted"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -136,7 +137,9 @@ def _time(text: str, log: Path) -> float:
     """Seconds since the epoch. Raises `InvalidRequest` for what is no time."""
     try:
         if text.startswith("+"):
-            return next(read_log(log)).time + float(text)
+            if math.isnan(later := float(text)):
+                raise ValueError("not a number")
+            return next(read_log(log)).time + later
         if text.replace(".", "", 1).isdigit():
             return float(text)
         return datetime.fromisoformat(text).timestamp()
