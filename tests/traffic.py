@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from serving import PAGE, House, check_kv, check_state, compute, digests
 
@@ -168,3 +169,19 @@ async def traffic(here: House, seed: int, clients: int) -> Counter[str]:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     return world.tried
+
+
+async def traffic_until(
+    here: House, seed: int, clients: int, enough: Callable[[Counter[str]], object]
+) -> Counter[str]:
+    """Traffic by one seed after another until enough has come of it, of at most 20.
+
+    What comes of one depends on how the loop and the threads take turns.
+    """
+    tried: Counter[str] = Counter()
+    for again in range(20):
+        async with asyncio.timeout(60):
+            tried += await traffic(here, seed + 100 * again, clients)
+        if enough(tried):
+            return tried
+    raise AssertionError(f"this tries too little: {tried}, {here.cache.stats()}")
