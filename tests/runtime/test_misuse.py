@@ -417,6 +417,18 @@ async def test_handles_of_another_runtime(inline: bool) -> None:
 # -- inserts ---------------------------------------------------------------------------------------
 
 
+async def test_a_grant_is_no_lease(inline: bool) -> None:
+    async with house(inline=inline) as here:
+        cache = here.cache
+        grant: Any = await cache.allocate(pages=1, owner="low")
+        for call in (cache.insert, cache.nowait.insert):
+            await refused(
+                *(here, InvalidRequest, lambda f=call: f(PROMPT[:PAGE], pages=[1], lease=grant)),
+                match="not what acquire",
+            )
+        cache.release(grant)
+
+
 async def test_f040_pages_and_states_that_are_not_the_callers(inline: bool) -> None:
     async with house(inline=inline) as here:
         cache = here.cache

@@ -207,8 +207,11 @@ def insert_message(
         raise InvalidRequest("release=True without a lease to release")
     key = TokenKey.of(tokens, namespace)
     fences: tuple[Fence, ...] = () if after is None else (after.fence,)
-    if lease is not None and lease.released:
-        raise StaleHandle(f"{lease} was released before")
+    if lease is not None:
+        if type(lease) is not Lease:
+            raise InvalidRequest(f"lease is {lease!r}, not what acquire has returned")
+        if lease.released:
+            raise StaleHandle(f"{lease} was released before")
     inner = None if lease is None else lease.inner
     owner = None if inner is None else inner.owner
     slot = integer("state", state)
