@@ -35,7 +35,7 @@ from phloem.cuda_streams.remains import Remains
 from phloem.cuda_streams.threads import ThreadEngine
 from phloem.cuda_streams.virtual import VirtualEngine
 from phloem.cuda_streams.workers import WorkerStream
-from phloem.events import Event
+from phloem.events import Event, RequestEnded
 from phloem.runtime.simulation import SimLoop
 
 PAGE = 4
@@ -212,10 +212,19 @@ class House:
                 or stats.state.parked
                 or stats.copies_in_flight
                 or core.tree.sweeping
+                or self._leases_given_up()
             )
 
         await self.until(quiet)
         assert quiet(), self.cache.stats()
+
+    def _leases_given_up(self) -> bool:
+        """Leases that end with what reads under them, of requests that have ended or suspend."""
+        core = self.cache.core
+        ended = {event.request for event in self.of_type(RequestEnded)} - core.requests.keys()
+        return any(lease.owner in ended for lease in core.tree.leases.live.values()) or any(
+            request._lease_given_up and request._lease.live for request in core.requests.values()
+        )
 
     def nothing_owned(self) -> bool:
         """Nobody but the tree owns anything, and nobody wants to."""

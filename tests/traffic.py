@@ -148,16 +148,25 @@ async def traffic(here: House, seed: int, clients: int) -> Counter[str]:
     world = Traffic(here, seed)
     running: list[asyncio.Task[None]] = []
     left = clients
+    # Bounded, as loops that turn fast beside slow threads would leave no client time to live.
+    disturbances, cancellations, idle = 10 * clients, clients // 3, 0
     try:
         while left or running:
             while left and len(running) < 4:
                 left -= 1
                 running.append(asyncio.ensure_future(world.client(seed * 1000 + left)))
-            await world.disturb()
+            if disturbances:
+                disturbances -= 1
+                await world.disturb()
             await asyncio.sleep(0)
-            if world.rng.random() < 0.04 and running:
+            # Who has forked waits with one of two requests: nobody knows that the other waits, too.
+            stuck = idle > 1000
+            if running and (stuck or (cancellations and world.rng.random() < 0.04)):
+                cancellations -= not stuck
+                idle = 0
                 world.rng.choice(running).cancel()
             done = [task for task in running if task.done()]
+            idle = 0 if done else idle + 1
             running = [task for task in running if task not in done]
             for task in done:
                 if not task.cancelled():
