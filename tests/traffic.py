@@ -149,7 +149,7 @@ async def traffic(here: House, seed: int, clients: int) -> Counter[str]:
     running: list[asyncio.Task[None]] = []
     left = clients
     # Bounded, as loops that turn fast beside slow threads would leave no client time to live.
-    disturbances, cancellations, idle = 10 * clients, clients // 3, 0
+    disturbances, cancellations, idle, turns = 10 * clients, clients // 3, 0, 0
     try:
         while left or running:
             while left and len(running) < 4:
@@ -166,7 +166,8 @@ async def traffic(here: House, seed: int, clients: int) -> Counter[str]:
                 idle = 0
                 world.rng.choice(running).cancel()
             done = [task for task in running if task.done()]
-            idle = 0 if done else idle + 1
+            before, turns = turns, here.cache.stats().turns
+            idle = 0 if done or turns != before else idle + 1
             running = [task for task in running if task not in done]
             for task in done:
                 if not task.cancelled():
