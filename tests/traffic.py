@@ -172,8 +172,8 @@ async def traffic(here: House, seed: int, clients: int) -> Counter[str]:
             for task in done:
                 if not task.cancelled():
                     task.result()
-            if not done and world.rng.random() < 0.5:
-                await asyncio.sleep(0.0005)  # the workers need the processor too
+            if not done and (not disturbances or world.rng.random() < 0.5):
+                await asyncio.sleep(0.001)  # the workers need the processor too
     finally:
         for task in running:
             task.cancel()
