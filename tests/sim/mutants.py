@@ -93,12 +93,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "                        pass",
     ),
     Mutant(
-        "a waiter that has left is still served",
-        DOMAIN,
-        "            if undo is not None:\n                reply.abandoned = True",
-        "            if undo is not None:\n                reply.abandoned = False",
-    ),
-    Mutant(
         "draining stops after one batch",
         DOMAIN,
         "        if self._queue or self._sent:\n            self._schedule()",
@@ -484,6 +478,16 @@ MUTANTS: tuple[Mutant, ...] = (
 
 # Harmless in almost every run: each with the test that kills it, and why runs hardly do.
 KILLED_BY: tuple[tuple[Mutant, str], ...] = (
+    (
+        Mutant(
+            "who left while it was queued is still served",
+            DOMAIN,
+            "            if undo is not None:\n                reply.abandoned = True",
+            "            if undo is not None:\n                reply.abandoned = False",
+        ),
+        "tests/actors/test_domain.py"
+        "::test_a_message_whose_caller_left_while_it_was_queued_is_not_handled",
+    ),
     (
         # The next turn of anybody lets the others in.
         Mutant(
