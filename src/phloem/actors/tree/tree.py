@@ -308,7 +308,8 @@ class Tree(LeasingTree):
     def _end_with_insert(self, lease: Lease, node: Node) -> bool:
         """End a lease where it stands instead of moving it to `node` and ending it there.
 
-        False, and nothing is done, where that would make a difference.
+        Returns False with nothing changed where the move itself has effects: on counts that are
+        passed up, on requests that follow this one, on priorities, spans or the host tier.
         """
         anchor = lease.anchor
         if node is anchor or anchor.counted or lease.running_at is not None or lease.priority:
